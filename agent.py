@@ -1,0 +1,2754 @@
+#!/usr/bin/env python3
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["openai>=3.57,<4", "rich>=14,<16", "prompt_toolkit>=3.0.50,<3.1"]
+# ///
+"""A coding agent for the terminal, in one file.
+
+    python agent.py --start_dir DIR
+
+Data flows downward, and a section uses only the sections above it:
+
+    command line -> Config -> REPL or headless -> Agent.turn -> provider, tools -> events -> renderer, session log
+
+Glossary: a *session* is one conversation on disk; it is made of *turns* (one prompt of the user until control
+returns), and a turn of *steps* (one reply of the model and the tool calls it asked for). The *transcript* is
+the list of messages and only grows; the *view* is what is sent of it. *Events* are facts that the loop
+yields; *sinks* (renderers, the session log) take them, and decide nothing.
+
+Sections: Errors and interruption, Configuration, Messages, Events, Text, Workspace, Sandbox, Tools, Approval,
+Provider, Embedded model, Context, Agent, Session, Renderers, Slash commands, REPL, Headless, Command line.
+
+Read `Agent.turn` first: it is the whole control flow. `build_runtime` wires all parts together.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import codecs
+import contextlib
+import dataclasses
+import difflib
+import email.utils
+import fcntl
+import fnmatch
+import hashlib
+import json
+import os
+import random
+import re
+import secrets
+import shlex
+import shutil
+import signal
+import stat
+import sys
+import tempfile
+import time
+import tomllib
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+
+if TYPE_CHECKING:
+    import httpx2
+    import openai
+    from rich.console import Console, RenderableType
+
+__version__ = "0.1.0"
+
+T = TypeVar("T")
+
+
+# --- Errors and interruption ----------------------------------------------------------------------
+# The exceptions that mean something to a user or to the model, and waiting that a user can end.
+# Everything else that is raised is a defect of ours and ends in a traceback.
+
+
+class AgentError(Exception):
+    """A mistake or an outside failure that the user can do something about: shown as it is, no traceback."""
+
+
+class ConfigError(AgentError):
+    """A bad option, variable or configuration file. Exit status 2."""
+
+
+class ToolError(Exception):
+    """A tool call that cannot be carried out. The text goes to the model as an error result."""
+
+
+class ProviderError(AgentError):
+    """The provider did not answer. `retryable`: a later try may succeed (exit status 75)."""
+
+    def __init__(self, text: str, retryable: bool = False, retry_after_s: float | None = None) -> None:
+        super().__init__(text)
+        self.retryable = retryable
+        self.retry_after_s = retry_after_s
+
+
+class ContextOverflow(ProviderError):
+    """The request is larger than the context window. `limit`: the window in tokens, if the server named it."""
+
+    def __init__(self, text: str, limit: int | None = None) -> None:
+        super().__init__(text)
+        self.limit = limit
+
+
+class NoProgress(AgentError):
+    """The model repeats itself: the turn ends with the reason "limit"."""
+
+
+class Interrupted(Exception):
+    """The user ended the turn."""
+
+
+async def interruptible(work: Awaitable[T], interrupt: asyncio.Event, timeout_s: float | None = None) -> T:
+    """Await work, but no longer than until `interrupt` is set or `timeout_s` seconds have passed.
+
+    Raises Interrupted or TimeoutError; work that finished at the same moment wins over both. What did not
+    finish is cancelled and awaited, so nothing goes on behind the caller's back.
+    """
+    task = asyncio.ensure_future(work)
+    stop = asyncio.ensure_future(interrupt.wait())
+    try:
+        await asyncio.wait({task, stop}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        if stop.done():
+            raise Interrupted
+        raise TimeoutError
+    finally:
+        task.cancel()
+        stop.cancel()
+        await asyncio.gather(task, stop, return_exceptions=True)
+
+
+# --- Configuration --------------------------------------------------------------------------------
+# One frozen value that everything below is built from: flag > environment > user file > default.
+# The only section that reads the environment. No file inside a workspace can set anything here.
+
+USER_SETTINGS = (
+    "model", "base_url", "api", "local", "context_window", "max_steps", "approve", "sandbox", "network",
+    "instructions", "shell_timeout_s", "first_token_timeout_s", "idle_timeout_s", "max_attempts",
+)  # fmt: skip
+
+CHOICES = {
+    "api": ("auto", "chat", "json"),
+    "approve": ("plan", "ask", "auto", "all"),
+    "sandbox": ("auto", "on", "off"),
+}
+
+
+COMMAND_ENVIRONMENT = {
+    "PAGER": "cat", "GIT_PAGER": "cat", "GIT_TERMINAL_PROMPT": "0", "GIT_EDITOR": "true", "EDITOR": "true",
+    "VISUAL": "true", "TERM": "dumb", "NO_COLOR": "1", "PYTHONUNBUFFERED": "1", "DEBIAN_FRONTEND": "noninteractive",
+    "PIP_NO_INPUT": "1",
+}  # fmt: skip
+_SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASSW|PASSPHRASE|CREDENTIAL|AUTH(?!OR)|COOKIE|PRIVATE|DSN", re.I)
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything a run depends on, fixed at start."""
+
+    workspace: Path
+    """The directory tree that the agent may touch, as a real path."""
+    model: str = ""
+    """The model's name; empty: ask the server which one it has."""
+    base_url: str = ""
+    """The provider's base URL; empty: OpenAI's own."""
+    api_key: str = field(default="", repr=False)
+    """The key sent to the provider."""
+    api: str = "auto"
+    """The wire: auto, chat (Chat Completions) or json (replies constrained by a schema)."""
+    local: str | None = None
+    """None: no embedded model; "": the default one; else the path of a GGUF file."""
+    context_window: int | None = None
+    """Tokens that the model accepts; None: not known, found out by its refusal."""
+    max_steps: int = 200
+    """Steps in one turn; reaching it ends the turn with the reason "limit"."""
+    approve: str = "auto"
+    """When to ask before a tool call: plan, ask, auto or all. See Approval."""
+    sandbox: str = "auto"
+    """auto: sandbox commands where it works; on: refuse to run without it; off: never."""
+    network: bool = False
+    """Whether sandboxed commands may use the network."""
+    instructions: str = ""
+    """The user's own words, added to the system prompt."""
+    shell_timeout_s: float = 120
+    """Default time limit of one command; at most 600."""
+    first_token_timeout_s: float = 120
+    """How long to wait for the first byte of a reply (a server on loopback: five times that)."""
+    idle_timeout_s: float = 60
+    """How long a reply may stall once it has begun."""
+    max_attempts: int = 6
+    """How often one request is tried before the turn ends with an error."""
+    environ: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """The environment as it was at start; what commands inherit is derived from it."""
+
+    def _base(self, variable: str, default: str) -> Path:
+        return Path(self.environ.get(variable) or Path(self.environ.get("HOME", "~")).expanduser() / default)
+
+    @property
+    def state_dir(self) -> Path:
+        """Sessions, locks and input history."""
+        return self._base("XDG_STATE_HOME", ".local/state") / "agent"
+
+    @property
+    def config_file(self) -> Path:
+        """The user's own settings, TOML, the keys of USER_SETTINGS."""
+        return self._base("XDG_CONFIG_HOME", ".config") / "agent" / "config.toml"
+
+    @property
+    def cache_dir(self) -> Path:
+        """Downloaded model weights."""
+        return self._base("XDG_CACHE_HOME", ".cache") / "agent"
+
+    @property
+    def command_environment(self) -> dict[str, str]:
+        """What commands inherit: nothing that looks like a secret, and no program that waits for a person."""
+        return {k: v for k, v in self.environ.items() if not _SECRET_NAME.search(k)} | COMMAND_ENVIRONMENT
+
+
+def _read_user_file(path: Path) -> dict[str, Any]:
+    try:
+        settings = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as exc:
+        raise ConfigError(f"cannot read {path}: {exc}. Mend it or move it away.") from None
+    unknown = sorted(set(settings) - set(USER_SETTINGS))
+    if unknown:
+        raise ConfigError(f"{path}: unknown setting {unknown[0]!r}. Known: {', '.join(USER_SETTINGS)}.")
+    return settings
+
+
+def _positive(number: float) -> float:
+    if number <= 0:
+        raise ValueError(number)
+    return number
+
+
+def _setting(name: str, value: Any, source: str) -> Any:
+    """Return value in the type of Config's field; raises ConfigError naming where it came from."""
+    default = Config.__dataclass_fields__[name].default
+    if name in CHOICES and value not in CHOICES[name]:
+        raise ConfigError(f"{source}: {value!r} is not one of {', '.join(CHOICES[name])}.")
+    try:
+        if isinstance(default, bool):
+            return value if isinstance(value, bool) else {"1": True, "true": True, "0": False, "false": False}[value]
+        if isinstance(default, float) or name.endswith("_s"):
+            return _positive(float(value))
+        if isinstance(default, int) or name == "context_window":
+            return int(_positive(int(value)))
+    except (ValueError, KeyError, TypeError):
+        raise ConfigError(f"{source}: {value!r} does not fit {name}.") from None
+    if not isinstance(value, str):
+        raise ConfigError(f"{source}: {name} must be text, not {value!r}.")
+    return value.strip() if name != "instructions" else value
+
+
+def load_config(options: Mapping[str, Any], environ: Mapping[str, str], workspace: Path) -> Config:
+    """Merge the command line's options, AGENT_* variables and the user's file into one Config.
+
+    Raises ConfigError for a value that does not fit its setting.
+    """
+    where = Config(workspace=workspace, environ=dict(environ))
+    values: dict[str, Any] = {}
+    for name, value in _read_user_file(where.config_file).items():
+        values[name] = _setting(name, value, str(where.config_file))
+    for name in USER_SETTINGS:
+        variable = "AGENT_" + name.upper()
+        if environ.get(variable):
+            values[name] = _setting(name, environ[variable], variable)
+    if environ.get("OPENAI_BASE_URL"):
+        values["base_url"] = environ["OPENAI_BASE_URL"]
+    for name in USER_SETTINGS:
+        if options.get(name) is not None:
+            values[name] = _setting(name, options[name], "--" + name)
+    values["api_key"] = environ.get("OPENAI_API_KEY", "").strip()
+    return dataclasses.replace(where, **values)
+
+
+# --- Messages -------------------------------------------------------------------------------------
+# A message is a plain dict in the shape of Chat Completions: the request's payload, the session log's record
+# and a test's literal are one thing. This is the only section that knows its keys.
+
+Message = dict[str, Any]
+
+NOT_EXECUTED = "Not executed: the turn was interrupted. It may have had effects: inspect before you try again."
+SKIPPED = "Skipped: an earlier call of this reply failed. Look at its result before you try again."
+CUT_OFF = "Not executed: the reply hit the output limit before the call was complete. Use smaller pieces."
+FEEDBACK = "[Runtime feedback] "
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A request of the model to run one tool. `arguments`: the JSON text as the model wrote it."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True)
+class ToolResult:
+    """What a tool call led to: `content` for the model, `display` for the user where that differs."""
+
+    content: str
+    is_error: bool = False
+    display: str | None = None
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Tokens as reported by the server; `cached` is the part of `input` that came from its prefix cache."""
+
+    input: int = 0
+    cached: int = 0
+    output: int = 0
+
+    def __add__(self, other: Usage) -> Usage:
+        return Usage(self.input + other.input, self.cached + other.cached, self.output + other.output)
+
+
+def message_text(message: Message) -> str:
+    """The text of a message, "" when it has none."""
+    return str(message.get("content") or "")
+
+
+def message_calls(message: Message) -> list[ToolCall]:
+    """The tool calls of an assistant message."""
+    return [
+        ToolCall(c["id"], c["function"]["name"], c["function"]["arguments"]) for c in message.get("tool_calls") or ()
+    ]
+
+
+@dataclass(frozen=True)
+class Reply:
+    """One complete answer of the model. `finish_reason`: "stop", "length" or another word of the server."""
+
+    message: Message
+    finish_reason: str = "stop"
+    usage: Usage | None = None
+
+    @property
+    def text(self) -> str:
+        """The answer's text, "" when there is none."""
+        return message_text(self.message)
+
+    @property
+    def tool_calls(self) -> list[ToolCall]:
+        """The calls in the order in which they were asked for."""
+        return message_calls(self.message)
+
+
+def system_message(text: str) -> Message:
+    """The fixed first message."""
+    return {"role": "system", "content": text}
+
+
+def user_message(text: str) -> Message:
+    """A prompt, or words of the harness that start with FEEDBACK."""
+    return {"role": "user", "content": text}
+
+
+def feedback_message(text: str) -> Message:
+    """Words of the harness to the model, marked as not being the user's."""
+    return user_message(FEEDBACK + text)
+
+
+def assistant_message(text: str, calls: Sequence[ToolCall] = ()) -> Message:
+    """A reply; content is None when there are only calls."""
+    message: Message = {"role": "assistant", "content": text or None}
+    if calls:
+        message["tool_calls"] = [
+            {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}} for c in calls
+        ]
+    return message
+
+
+def tool_message(call: ToolCall, result: ToolResult) -> Message:
+    """The answer to one call. Never empty: some servers refuse an empty content."""
+    return {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": result.content or "(no output)"}
+
+
+def unanswered(messages: Sequence[Message]) -> list[ToolCall]:
+    """The calls of the last assistant message that have no result yet, in order."""
+    answered = set()
+    for message in reversed(messages):
+        if message["role"] == "tool":
+            answered.add(message["tool_call_id"])
+        elif message["role"] == "assistant":
+            return [call for call in message_calls(message) if call.id not in answered]
+        else:
+            return []
+    return []
+
+
+# --- Events ---------------------------------------------------------------------------------------
+# Facts that flow out of the loop; they never ask. Renderers and the session log take them.
+
+
+@dataclass(frozen=True)
+class SessionStart:
+    """A session was begun or continued."""
+
+    id: str
+    workspace: str
+    model: str
+    resumed: bool
+
+
+@dataclass(frozen=True)
+class TextDelta:
+    """A streamed piece of the answer."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class ThinkingDelta:
+    """A streamed piece of the model's reasoning; never part of the answer."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Retry:
+    """A request failed and is tried again after delay_s seconds; what was streamed of it is void."""
+
+    attempt: int
+    delay_s: float
+    reason: str
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """The way of asking was changed because the server refused the former one."""
+
+    what: str
+
+
+@dataclass(frozen=True)
+class MessageAdded:
+    """The transcript grew by one message."""
+
+    message: Message
+
+
+@dataclass(frozen=True)
+class ToolStart:
+    """A tool call is about to run (approval is asked after this)."""
+
+    call: ToolCall
+
+
+@dataclass(frozen=True)
+class ToolOutput:
+    """A piece of a running tool's output, for the eye only."""
+
+    call: ToolCall
+    text: str
+
+
+@dataclass(frozen=True)
+class ToolEnd:
+    """A tool call has its result; the transcript holds it already."""
+
+    call: ToolCall
+    result: ToolResult
+
+
+@dataclass(frozen=True)
+class Compacted:
+    """The first `covered` messages are replaced by `summary` in the view. Tokens are estimates."""
+
+    covered: int
+    summary: str
+    tokens_before: int
+    tokens_after: int
+
+
+@dataclass(frozen=True)
+class Notice:
+    """A line for the user."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class TurnEnd:
+    """The last event of a turn. `reason`: done, needs_input, interrupted, limit or error."""
+
+    reason: str
+    error: str | None
+    usage: Usage
+    steps: int
+    elapsed_s: float
+    retryable: bool = False
+
+
+Delta = TextDelta | ThinkingDelta | Retry | Adapted
+Event = (
+    SessionStart | Delta | MessageAdded | ToolStart | ToolOutput | ToolEnd | Compacted | Notice | TurnEnd
+)  # fmt: skip
+Sink = Callable[[Event], None]
+
+
+def event_to_json(event: Event) -> dict[str, Any] | None:
+    """One line of `--json`, key "type" first; None for events that are only for the eye."""
+    match event:
+        case SessionStart(id, workspace, model, resumed):
+            return {"type": "session", "id": id, "workspace": workspace, "model": model, "resumed": resumed}
+        case MessageAdded(message):
+            return {"type": "message", "message": message}
+        case TextDelta(text):
+            return {"type": "text_delta", "text": text}
+        case ThinkingDelta(text):
+            return {"type": "thinking_delta", "text": text}
+        case ToolStart(call):
+            return {"type": "tool_start", "id": call.id, "name": call.name, "arguments": call.arguments}
+        case ToolEnd(call, result):
+            return {"type": "tool_end", "id": call.id, "content": result.content, "is_error": result.is_error}
+        case Retry(attempt, delay_s, reason):
+            return {"type": "retry", "attempt": attempt, "delay_s": round(delay_s, 2), "reason": reason}
+        case Adapted(what):
+            return {"type": "adapted", "what": what}
+        case Compacted(_, summary, before, after):
+            return {"type": "compacted", "tokens_before": before, "tokens_after": after, "summary": summary}
+        case Notice(text):
+            return {"type": "notice", "text": text}
+        case TurnEnd(reason, error, usage, steps, elapsed_s):
+            return {
+                "type": "turn_end", "reason": reason, "error": error, "usage": dataclasses.asdict(usage),
+                "steps": steps, "elapsed_s": round(elapsed_s, 2),
+            }  # fmt: skip
+        case ToolOutput():
+            return None
+
+
+# --- Text -----------------------------------------------------------------------------------------
+# Pure functions on strings: what is foreign is made harmless, what is long is made short.
+# Everything that comes from the model, a tool, a file or the network passes `clean` before a terminal sees it.
+
+_ESCAPES = re.compile(
+    r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]?"  # CSI, also when cut off
+    r"|(?:\x1b[\]PX^_]|[\x9d\x90\x98\x9e\x9f])[^\x07\x1b\x9c\x18\x1a\n]*(?:\x07|\x1b\\|\x9c|\x18|\x1a)?"  # OSC, DCS ...
+    r"|\x1b[ -/]*[0-~]?"  # other escapes
+)
+_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+_BIDI = re.compile("[\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+_INVISIBLE = re.compile("[\u200b\u2060-\u2064\ufeff\ufff9-\ufffb\U000e0000-\U000e007f]")
+_SURROGATES = re.compile("[\ud800-\udfff]")
+
+
+def _overwritten(line: str) -> str:
+    """What a terminal would show of a line with carriage returns and backspaces."""
+    shown = ""
+    for part in filter(None, line.split("\r")):
+        shown = part + shown[len(part) :]
+    kept: list[str] = []
+    for char in shown:
+        if char != "\b":
+            kept.append(char)
+        elif kept:
+            kept.pop()
+    return "".join(kept)
+
+
+def clean(text: str) -> str:
+    """Return text that a terminal can show without obeying it.
+
+    Escape sequences go (they can write the clipboard, forge lines, or make the terminal type), `\\r` rewrites
+    are resolved as a terminal would, bidirectional controls are shown, invisible characters go, lone
+    surrogates become U+FFFD. A sequence never swallows text past a line end.
+    """
+    text = _ESCAPES.sub("", text).replace("\r\n", "\n").replace("\x0c", "\n")
+    if "\r" in text or "\b" in text:
+        text = "\n".join(_overwritten(line) for line in text.split("\n"))
+    text = _CONTROLS.sub("", text)
+    text = _BIDI.sub(lambda found: f"<U+{ord(found[0]):04X}>", text)
+    return _SURROGATES.sub("\ufffd", _INVISIBLE.sub("", text))
+
+
+def one_line(text: str, width: int = 100) -> str:
+    """The text cleaned, on one line, cut to width characters."""
+    line = " ".join(clean(text).split())
+    return line if len(line) <= width else line[: width - 3] + "..."
+
+
+def clip(text: str, head: int = 8_000, tail: int = 24_000) -> str:
+    """Shorten one tool output for the model: its beginning and its end, and a line that says what is missing."""
+    if len(text) <= head + tail:
+        return text
+    missing = len(text) - head - tail
+    return f"{text[:head]}\n[... {missing} characters left out ...]\n{text[-tail:]}"
+
+
+def diff(old: str, new: str, path: str) -> str:
+    """A unified diff, "" when nothing changed."""
+    lines = difflib.unified_diff(old.splitlines(), new.splitlines(), path, path, lineterm="", n=2)
+    return "\n".join(list(lines)[2:])
+
+
+def estimate_tokens(value: Any) -> int:
+    """A rough count, four characters a token, of a message or any JSON value."""
+    return len(json.dumps(value, ensure_ascii=False)) // 4 + 1
+
+
+# --- Workspace ------------------------------------------------------------------------------------
+# The directory tree that the agent may touch.
+# Covered: paths cannot lead out of it, also not through links; writes are atomic and keep a file's mode.
+# Not covered: a directory that is swapped for a link between the check and the write.
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+class Workspace:
+    """The files below `root`, a real path."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def resolve(self, path: str) -> Path:
+        """The real path of a file or directory in the workspace; raises ToolError when it lies outside."""
+        if "\0" in path:
+            raise ToolError("A path cannot hold a NUL character.")
+        real = Path(os.path.realpath(self.root / Path(path)))
+        if real != self.root and self.root not in real.parents:
+            raise ToolError(f"{path} is outside the workspace {self.root}. Use a path inside it.")
+        return real
+
+    def relative(self, path: Path) -> str:
+        """The path as the model should see it."""
+        return os.path.relpath(path, self.root)
+
+    def read_bytes(self, path: Path, limit: int = 10_000_000) -> bytes:
+        """The content of a regular file of at most `limit` bytes; raises ToolError saying why not."""
+        name = self.relative(path)
+        try:
+            with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY), "rb") as file:
+                if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                    raise ToolError(f"{name} is not a regular file.")
+                data = file.read(limit + 1)
+        except FileNotFoundError:
+            raise ToolError(f"{name} does not exist. list_files shows what does.") from None
+        except IsADirectoryError:
+            raise ToolError(f"{name} is a directory. Use list_files.") from None
+        except OSError as exc:
+            raise ToolError(f"{name}: {exc.strerror}.") from None
+        if len(data) > limit:
+            raise ToolError(f"{name} is larger than {limit} bytes. Look at parts of it with run_shell_command.")
+        return data
+
+    def write_bytes(self, path: Path, data: bytes) -> None:
+        """Replace a file's content in one step, keeping its mode; parents are created. Raises ToolError."""
+        temporary = ""
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            mode = stat.S_IMODE(path.stat().st_mode) if path.exists() else 0o666 & ~_umask()
+            handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".agent-")
+            with open(handle, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.chmod(temporary, mode)
+            os.replace(temporary, path)
+        except OSError as exc:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            raise ToolError(f"{self.relative(path)}: {exc.strerror}.") from None
+
+
+# --- Sandbox --------------------------------------------------------------------------------------
+# Runs one shell command with the network off and writes confined to the workspace (bubblewrap).
+# Covered: a command ends when its shell exits, its process group is killed afterwards; no terminal, no standard
+# input; a time limit; output kept as head and tail in bounded memory.
+# Not covered: without bubblewrap a command that leaves its process group survives, and nothing is confined.
+
+HEAD_BYTES, TAIL_BYTES = 8_000, 24_000
+MAX_TIMEOUT_S = 600
+DRAIN_S = 0.5  # how long to read on after the shell has exited: what it started may hold the pipe open for ever
+
+
+def sandboxed(argv: Sequence[str], workspace: Path, state_dir: Path, network: bool) -> list[str]:
+    """The argument list that runs argv with only the workspace and a private /tmp writable."""
+    scratch = state_dir / "tmp"
+    scratch.mkdir(parents=True, exist_ok=True, mode=0o700)
+    root = str(workspace)
+    box = shlex.split("bwrap --die-with-parent --new-session --unshare-user --unshare-pid --unshare-ipc --unshare-uts")
+    if not network:
+        box.append("--unshare-net")
+    box += shlex.split("--ro-bind / / --dev /dev --proc /proc --ro-bind-try /proc/sys /proc/sys --tmpfs /run")
+    box += ["--ro-bind-try", "/run/systemd/resolve", "/run/systemd/resolve"]
+    box += ["--bind", str(scratch), "/tmp", "--bind", root, root]
+    return [*box, "--cap-drop", "ALL", "--chdir", root, "--", *argv]
+
+
+def probe_sandbox(workspace: Path, state_dir: Path) -> str:
+    """Try the sandbox by effect. Returns "" when it holds, else the reason why it does not."""
+    import subprocess
+
+    if not shutil.which("bwrap"):
+        return "bubblewrap is not installed"
+    outside = state_dir / "probe"
+    test = f"touch {shlex.quote(str(outside))} 2>/dev/null && echo writes outside the workspace are possible; echo ran"
+    argv = sandboxed(["sh", "-c", test], workspace, state_dir, network=False)
+    try:
+        done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired) as exc:
+        return str(exc)
+    if done.stdout == "ran\n":
+        return ""
+    lines = (done.stdout + done.stderr).strip().splitlines()
+    return lines[0] if lines else f"bwrap ended with status {done.returncode}"
+
+
+@dataclass
+class CommandOutput:
+    """The first and last bytes of a stream, in bounded memory."""
+
+    head: bytes = b""
+    tail: bytes = b""
+    total: int = 0
+
+    def add(self, data: bytes) -> None:
+        """Take the next bytes."""
+        self.total += len(data)
+        room = HEAD_BYTES - len(self.head)
+        if room > 0:
+            self.head, data = self.head + data[:room], data[room:]
+        if data:
+            self.tail = (self.tail + data)[-TAIL_BYTES:]
+
+    def text(self) -> str:
+        """What was kept, decoded, with a line that says what is missing."""
+        missing = self.total - len(self.head) - len(self.tail)
+        middle = f"\n[... {missing} bytes left out ...]\n".encode() if missing else b""
+        return (self.head + middle + self.tail).decode("utf-8", "replace")
+
+
+@dataclass(frozen=True)
+class CommandEnd:
+    """How a command ended. `status`: its exit code, or None when it was stopped; `how`: in words."""
+
+    output: str
+    status: int | None
+    how: str
+
+
+async def _kill_group(process: asyncio.subprocess.Process) -> None:
+    """End what is left of the process group, politely first, when the program itself still runs."""
+    for number, patience_s in ((signal.SIGINT, 0.3), (signal.SIGTERM, 0.7), (signal.SIGKILL, 5)):
+        if process.returncode is not None:
+            break
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(process.wait(), patience_s)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+async def run_command(
+    argv: Sequence[str],
+    cwd: Path,
+    environ: Mapping[str, str],
+    timeout_s: float,
+    interrupt: asyncio.Event,
+    emit: Callable[[str], None],
+) -> CommandEnd:
+    """Run one program to its end and return its output, stdout and stderr merged in order.
+
+    `emit` gets pieces of the output as they come. Raises OSError when it cannot be started; every other end
+    (time limit, interrupt) is a CommandEnd that holds the output so far.
+    """
+    started = time.monotonic()
+    output = CommandOutput()
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    reading, writing = os.pipe()  # our own pipe: waiting for a subprocess with stdout=PIPE waits for EOF too
+    os.set_blocking(reading, False)
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *argv, cwd=cwd, env=dict(environ), stdin=asyncio.subprocess.DEVNULL, stdout=writing, stderr=writing,
+            start_new_session=True,
+        )  # fmt: skip
+    except OSError:
+        os.close(reading)
+        raise
+    finally:
+        os.close(writing)
+    ended = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def read() -> None:
+        try:
+            data = os.read(reading, 1 << 16)
+        except BlockingIOError:
+            return
+        if not data:
+            loop.remove_reader(reading)
+            ended.set()
+            return
+        output.add(data)
+        emit(decoder.decode(data))
+
+    loop.add_reader(reading, read)
+    status: int | None = None
+    try:
+        status = await interruptible(process.wait(), interrupt, timeout_s)
+        how = f"exit code {status}" if status >= 0 else f"killed by {signal.Signals(-status).name}"
+    except TimeoutError:
+        how = f"timed out after {timeout_s:g} s"
+    except Interrupted:
+        how = "interrupted by the user"
+    finally:
+        await _kill_group(process)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(ended.wait(), DRAIN_S)
+        loop.remove_reader(reading)
+        os.close(reading)
+    return CommandEnd(output.text(), status, f"{how}, {time.monotonic() - started:.1f} s")
+
+
+# --- Tools ----------------------------------------------------------------------------------------
+# The four tools, each with its JSON schema beside it, and the check of what the model passes to them.
+# A tool returns a ToolResult or raises ToolError; both end as the answer to the call.
+
+Risk = Literal["read", "write", "exec"]
+
+
+@dataclass
+class ToolContext:
+    """What a running tool may use."""
+
+    config: Config
+    workspace: Workspace
+    sandbox: bool
+    interrupt: asyncio.Event
+    emit: Callable[[str], None] = lambda text: None
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A capability offered to the model. `preview` says for the user what a call would do."""
+
+    name: str
+    description: str
+    parameters: dict[str, Any]
+    risk: Risk
+    run: Callable[[ToolContext, dict[str, Any]], Awaitable[ToolResult]]
+    preview: Callable[[ToolContext, dict[str, Any]], str]
+
+
+def _object(required: Sequence[str], **properties: dict[str, Any]) -> dict[str, Any]:
+    """A JSON schema of an object; every property has a plain type, since some servers insist on one."""
+    return {"type": "object", "properties": properties, "required": list(required), "additionalProperties": False}
+
+
+def _text(description: str) -> dict[str, Any]:
+    return {"type": "string", "description": description}
+
+
+def _integer(description: str) -> dict[str, Any]:
+    return {"type": "integer", "description": description}
+
+
+def _boolean(description: str) -> dict[str, Any]:
+    return {"type": "boolean", "description": description}
+
+
+async def run_shell_command(context: ToolContext, arguments: dict[str, Any]) -> ToolResult:
+    """Run a command in the workspace. The result: its output, then a line with exit code and time."""
+    command = arguments["command"]
+    timeout_s = min(float(arguments.get("timeout_s") or context.config.shell_timeout_s), MAX_TIMEOUT_S)
+    argv = [shutil.which("bash") or "/bin/sh", "-c", command]
+    if context.sandbox:
+        argv = sandboxed(argv, context.workspace.root, context.config.state_dir, context.config.network)
+    environ = context.config.command_environment
+    try:
+        end = await run_command(argv, context.workspace.root, environ, timeout_s, context.interrupt, context.emit)
+    except (OSError, ValueError) as exc:
+        raise ToolError(f"The command could not be started: {exc}.") from None
+    output = clean(end.output).strip("\n")
+    return ToolResult(f"{output}\n[{end.how}]".lstrip(), is_error=end.status != 0)
+
+
+RUN_SHELL_COMMAND = Tool(
+    name="run_shell_command",
+    description="Run a shell command in the workspace; each call starts there anew. There is no terminal and no"
+    " standard input. Returns the output and the exit code.",
+    parameters=_object(
+        ["command"],
+        command=_text("The command, as for bash -c."),
+        timeout_s=_integer("Time limit in seconds, at most 600."),
+    ),
+    risk="exec",
+    run=run_shell_command,
+    preview=lambda context, arguments: str(arguments["command"]),
+)
+
+
+def _list_directory(root: Path, depth: int, pattern: str) -> list[str]:
+    """Names below root, directories with a slash, sorted; a directory's content follows it."""
+    names: list[str] = []
+
+    def walk(directory: Path, prefix: str, levels: int) -> None:
+        entries = sorted(os.scandir(directory), key=lambda entry: entry.name)
+        for entry in entries:
+            is_directory = entry.is_dir(follow_symlinks=False)
+            name = prefix + entry.name
+            if not pattern or fnmatch.fnmatch(name, pattern) or fnmatch.fnmatch(entry.name, pattern):
+                names.append(name + "/" * is_directory)
+            if is_directory and levels > 1 and entry.name != ".git":
+                walk(Path(entry.path), name + "/", levels - 1)
+
+    walk(root, "", depth)
+    return names
+
+
+async def list_files(context: ToolContext, arguments: dict[str, Any]) -> ToolResult:
+    """List a directory, one name per line, directories with a slash."""
+    path = context.workspace.resolve(arguments.get("directory") or ".")
+    depth = max(1, arguments.get("depth") or 1)
+    pattern = arguments.get("glob") or ""
+    try:
+        names = await asyncio.to_thread(_list_directory, path, 99 if pattern and depth == 1 else depth, pattern)
+    except OSError as exc:
+        raise ToolError(f"{arguments.get('directory')}: {exc.strerror}.") from None
+    shown = [clean(name) for name in names[:1000]]
+    if len(names) > len(shown):
+        shown.append(f"[... {len(names) - len(shown)} more; name a subdirectory or a glob ...]")
+    return ToolResult("\n".join(shown) or "(empty directory)")
+
+
+LIST_FILES = Tool(
+    name="list_files",
+    description="List a directory of the workspace, one name per line, directories with a slash.",
+    parameters=_object(
+        [],
+        directory=_text("Relative path; default: the workspace."),
+        depth=_integer("Levels to descend, default 1."),
+        glob=_text("Show only names that match, at any depth, such as *.py."),
+    ),
+    risk="read",
+    run=list_files,
+    preview=lambda context, arguments: str(arguments.get("directory") or "."),
+)
+
+
+@dataclass(frozen=True)
+class TextFile:
+    """A text file's content and what has to be kept when it is written again."""
+
+    text: str
+    encoding: str
+    line_end: str
+
+
+def decode_file(data: bytes) -> TextFile:
+    """Decode so that nothing is lost: undecodable bytes survive as surrogates, line ends are remembered."""
+    encoding = "utf-8-sig" if data.startswith(codecs.BOM_UTF8) else "utf-8"
+    text = data.decode(encoding, "surrogateescape")
+    crlf = text.count("\r\n")
+    return TextFile(text, encoding, "\r\n" if crlf * 2 > text.count("\n") else "\n")
+
+
+def encode_file(text: str, like: TextFile) -> bytes:
+    """Encode text as the file was: its encoding, its byte order mark, its line ends."""
+    if like.line_end == "\r\n":
+        text = re.sub(r"\r?\n", "\r\n", text)
+    return text.encode(like.encoding, "surrogateescape")
+
+
+NEW_FILE = TextFile("", "utf-8", "\n")
+
+
+def _current(workspace: Workspace, path: Path) -> TextFile:
+    return decode_file(workspace.read_bytes(path)) if path.exists() else NEW_FILE
+
+
+def _edited(workspace: Workspace, path: Path, arguments: dict[str, Any]) -> tuple[TextFile, str]:
+    """The file as it is and the text that the call would leave in it; raises ToolError."""
+    old = _current(workspace, path)
+    content, replace = arguments["content"], arguments.get("replace")
+    if not replace:
+        return old, content
+    wanted = replace.replace("\r\n", "\n")
+    text = old.text.replace("\r\n", "\n") if old.line_end == "\r\n" else old.text
+    count = text.count(wanted)
+    if count != 1:
+        found = "does not occur" if count == 0 else f"occurs {count} times"
+        raise ToolError(
+            f"The text in `replace` {found} in {workspace.relative(path)}; it must occur exactly once."
+            " Read the file again and copy the lines exactly."
+        )
+    return old, text.replace(wanted, content)
+
+
+async def write_to_file(context: ToolContext, arguments: dict[str, Any]) -> ToolResult:
+    """Create or overwrite a file, or replace one unique text in it. The display is the diff."""
+    path = context.workspace.resolve(arguments["path"])
+    old, text = _edited(context.workspace, path, arguments)
+    context.workspace.write_bytes(path, encode_file(text, old))
+    name = context.workspace.relative(path)
+    lines = text.count("\n") + (not text.endswith("\n") and text != "")
+    return ToolResult(f"File written: {name}, {lines} lines.", display=diff(old.text, text, name))
+
+
+def _preview_write(context: ToolContext, arguments: dict[str, Any]) -> str:
+    path = context.workspace.resolve(arguments["path"])
+    old, text = _edited(context.workspace, path, arguments)
+    return diff(old.text, text, context.workspace.relative(path))
+
+
+WRITE_TO_FILE = Tool(
+    name="write_to_file",
+    description="Create or overwrite a file in the workspace with content. With `replace`, that exact text, which"
+    " must occur once in the file, is replaced by content instead.",
+    parameters=_object(
+        ["path", "content"],
+        path=_text("Relative path; missing directories are created."),
+        content=_text("The whole new text, or what replaces `replace`."),
+        replace=_text("Exact text to be replaced, with enough lines to be unique."),
+    ),
+    risk="write",
+    run=write_to_file,
+    preview=_preview_write,
+)
+
+
+async def read_from_file(context: ToolContext, arguments: dict[str, Any]) -> ToolResult:
+    """Read a text file, or `limit` lines of it from line `offset` (1 is the first)."""
+    path = context.workspace.resolve(arguments["path"])
+    data = context.workspace.read_bytes(path)
+    if b"\0" in data[:8000]:
+        raise ToolError(f"{arguments['path']} is a binary file of {len(data)} bytes.")
+    lines = data.decode("utf-8", "replace").splitlines(keepends=True)
+    first = max(1, arguments.get("offset") or 1)
+    limit = max(1, arguments.get("limit") or 2000)
+    text = "".join(lines[first - 1 : first - 1 + limit])
+    last = min(len(lines), first - 1 + limit)
+    if not text:
+        return ToolResult("(empty file)" if not lines else f"(the file has only {len(lines)} lines)")
+    if last < len(lines) or first > 1:
+        text += f"\n[lines {first} to {last} of {len(lines)}]"
+    return ToolResult(clip(text, 48_000, 16_000))
+
+
+READ_FROM_FILE = Tool(
+    name="read_from_file",
+    description="Read a text file of the workspace.",
+    parameters=_object(
+        ["path"],
+        path=_text("Relative path."),
+        offset=_integer("First line to read, default 1."),
+        limit=_integer("Number of lines, default 2000."),
+    ),
+    risk="read",
+    run=read_from_file,
+    preview=lambda context, arguments: str(arguments["path"]),
+)
+
+TOOLS = (RUN_SHELL_COMMAND, LIST_FILES, WRITE_TO_FILE, READ_FROM_FILE)
+
+
+def find_tool(name: str) -> Tool:
+    """The tool of that name; raises ToolError naming the real ones."""
+    for tool in TOOLS:
+        if tool.name == name:
+            return tool
+    raise ToolError(f"There is no tool {name!r}. The tools are: {', '.join(t.name for t in TOOLS)}.")
+
+
+def _coerce(tool: str, name: str, type_: str, value: Any) -> Any:
+    """The value in the schema's type where that is harmless; raises ToolError."""
+    match type_, value:
+        case "string", str():
+            return _SURROGATES.sub("\ufffd", value)
+        case "integer", bool():
+            pass
+        case "integer", int():
+            return value
+        case "integer", float() if value == int(value):
+            return int(value)
+        case "integer", str() if re.fullmatch(r"\s*-?\d{1,9}\s*", value):
+            return int(value)
+        case "boolean", bool():
+            return value
+        case "boolean", str() if value.lower() in ("true", "false"):
+            return value.lower() == "true"
+    raise ToolError(f"{tool}: {name} must be of type {type_}, not {json.dumps(value)[:80]}.")
+
+
+def parse_arguments(tool: Tool, text: str) -> dict[str, Any]:
+    """The arguments of a call as a dict that fits the tool's schema; raises ToolError naming the right keys.
+
+    Harmless mistakes are mended: a number or truth value written as text, an unknown key, a null.
+    """
+    properties, required = tool.parameters["properties"], tool.parameters["required"]
+    keys = ", ".join(name + ("" if name in required else "?") for name in properties)
+    try:
+        given = json.loads(text or "{}", strict=False)
+    except json.JSONDecodeError as exc:
+        raise ToolError(f"The arguments of {tool.name} are not valid JSON ({exc}). Its keys: {keys}.") from None
+    if not isinstance(given, dict):
+        raise ToolError(f"The arguments of {tool.name} must be a JSON object with the keys {keys}.")
+    arguments = {}
+    for name, schema in properties.items():
+        if given.get(name) is not None:
+            arguments[name] = _coerce(tool.name, name, schema["type"], given[name])
+    missing = [name for name in required if name not in arguments]
+    if missing:
+        raise ToolError(f"{tool.name} needs {', '.join(missing)}. Its keys: {keys}.")
+    return arguments
+
+
+def describe_call(call: ToolCall) -> str:
+    """A call on one line for the user: its name and its first argument."""
+    try:
+        arguments = json.loads(call.arguments or "{}", strict=False)
+    except json.JSONDecodeError:
+        return f"{one_line(call.name)} {one_line(call.arguments, 60)}"
+    values = list(arguments.values()) if isinstance(arguments, dict) else []
+    more = " ..." if len(values) > 1 else ""
+    return f"{one_line(call.name)} {one_line(str(values[0]), 80)}{more}" if values else one_line(call.name)
+
+
+# --- Approval -------------------------------------------------------------------------------------
+# The decision on one call, asked by the loop before the tool runs, never by the tool. Modes: plan (only
+# reading), ask (before each write and command), auto (as ask, but commands and writes that the sandbox and the
+# workspace confine run unasked), all (nothing is asked).
+# Not a protection by itself: what a command can do is limited by the sandbox alone.
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Whether a call may run. `reason` goes to the model when it may not."""
+
+    allowed: bool
+    reason: str = ""
+
+
+ALLOWED = Decision(True)
+Question = Callable[[Tool, str], Awaitable[str]]
+Approve = Callable[[Tool, ToolCall, str], Awaitable[Decision]]
+
+
+class Approvals:
+    """The approval mode and the grants of this run.
+
+    `ask(tool, preview)` puts the question to the user and returns "y", "a" (yes, and do not ask for this tool
+    again in this session), "n", or the reason for a no in words; None where nobody can be asked.
+    """
+
+    def __init__(self, mode: str, sandbox: bool, ask: Question | None = None) -> None:
+        self.mode = mode
+        self.sandbox = sandbox
+        self.ask = ask
+        self.grants: set[str] = set()
+
+    def needs_question(self, tool: Tool) -> bool:
+        """Whether a call of this tool has to be asked for in the present mode."""
+        if tool.risk == "read" or self.mode == "all" or tool.name in self.grants:
+            return False
+        return self.mode == "ask" or (tool.risk == "exec" and not self.sandbox)
+
+    async def __call__(self, tool: Tool, call: ToolCall, preview: str) -> Decision:
+        """Decide on one call; `preview` is what the user is shown."""
+        if self.mode == "plan" and tool.risk != "read":
+            return Decision(False, "only reading is allowed while planning")
+        if not self.needs_question(tool):
+            return ALLOWED
+        if self.ask is None:
+            return Decision(False, f"{tool.name} needs the user's approval, and nobody can be asked here")
+        answer = await self.ask(tool, preview)
+        if answer == "a":
+            self.grants.add(tool.name)
+        if answer in ("y", "a"):
+            return ALLOWED
+        return Decision(False, "the user said no" + (f": {answer}" if answer not in ("", "n") else ""))
+
+
+# --- Provider -------------------------------------------------------------------------------------
+# The service that answers: one request out, deltas and one Reply back. A *wire* is the form in which a service
+# is spoken to; a provider hides which one it is. Requests go through the openai SDK's low-level `post`, and the
+# bytes that come back are read here: the SDK's own stream of typed objects costs ten times as much and loses
+# events that servers send in unusual shapes.
+
+LOCAL_SERVERS = (
+    ("Ollama", "http://127.0.0.1:11434/v1"),
+    ("LM Studio", "http://127.0.0.1:1234/v1"),
+    ("llama.cpp", "http://127.0.0.1:8080/v1"),
+)
+OPENAI_URL = "https://api.openai.com/v1"
+DEFAULT_MODEL = "gpt-4.1"
+MAX_WAIT_S = 120
+OVERFLOW = re.compile(
+    r"context_length_exceeded|maximum context length|prompt is too long|exceeds? the (available |model's )?context"
+    r"|context size has been exceeded|exceed_context_size|input token count .* exceeds"
+    r"|reduce the length of the messages"
+    r"|too large for model with|maximum prompt length|longer than the model's context|context window",
+    re.IGNORECASE,
+)
+OVERFLOW_LIMIT = re.compile(r"(?:maximum context length is|n_ctx\D{1,5}|maximum prompt length is) ?(\d{4,9})", re.I)
+QUOTA = re.compile(r"insufficient_quota|exceeded your current quota|insufficient balance|credit balance", re.IGNORECASE)
+
+
+class Provider(Protocol):
+    """What the loop knows of a model."""
+
+    model: str
+
+    def stream(
+        self, messages: Sequence[Message], tools: Sequence[Tool], interrupt: asyncio.Event
+    ) -> AsyncGenerator[Delta | Reply, None]:
+        """Send one request; yield deltas as they come and the Reply last.
+
+        After a Retry what was yielded before is void. Raises ProviderError, ContextOverflow, Interrupted.
+        """
+        ...
+
+
+class EventStream:
+    """Takes the bytes of a server-sent event stream, gives the data of each complete event.
+
+    Tolerates what servers do: a byte order mark, any line end, comments, empty data, a last event without its
+    blank line (`end`). A line `error: ...` counts as data, as older llama.cpp sends it.
+    """
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self._data: list[str] = []
+        self._first = True
+
+    def feed(self, chunk: bytes) -> list[str]:
+        """The data of the events that this chunk completes."""
+        if self._first and chunk:
+            chunk, self._first = chunk.removeprefix(codecs.BOM_UTF8), False
+        *lines, self._rest = (self._rest + chunk).split(b"\n")
+        return [data for line in lines for data in self._line(line.rstrip(b"\r"))]
+
+    def end(self) -> list[str]:
+        """The data of a last event that was not closed by a blank line."""
+        return [*self._line(self._rest.rstrip(b"\r")), *self._line(b"")]
+
+    def _line(self, line: bytes) -> Iterator[str]:
+        if not line:
+            data, self._data = "\n".join(self._data), []
+            if data.strip():
+                yield data
+            return
+        name, _, value = line.partition(b":")
+        if name in (b"data", b"error"):
+            self._data.append(value.decode("utf-8", "replace").removeprefix(" "))
+
+
+class ReplyReader(Protocol):
+    """Builds one Reply from the events of one response."""
+
+    def feed(self, event: dict[str, Any]) -> list[Delta]:
+        """Take one decoded event; raises ProviderError when it reports an error."""
+        ...
+
+    def reply(self) -> Reply:
+        """The whole reply; raises ProviderError when the stream ended before it was complete."""
+        ...
+
+
+class Wire(Protocol):
+    """One form of asking. `path` is relative to the base URL."""
+
+    path: str
+
+    def body(self, model: str, messages: Sequence[Message], tools: Sequence[Tool]) -> dict[str, Any]:
+        """The request's JSON body."""
+        ...
+
+    def reader(self) -> ReplyReader:
+        """A fresh reader for one response."""
+        ...
+
+
+def _usage(report: dict[str, Any]) -> Usage:
+    cached = (report.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+    return Usage(report.get("prompt_tokens") or 0, cached, report.get("completion_tokens") or 0)
+
+
+def _status_in(body: dict[str, Any]) -> int:
+    """An HTTP status that an error inside a 200 response names, else 0."""
+    error = body.get("error")
+    code = error.get("code") if isinstance(error, dict) else None
+    return code if isinstance(code, int) and 400 <= code < 600 else 0
+
+
+def error_text(body: Any) -> str:
+    """The messages of an error body, whatever its shape; never the request that some servers echo."""
+    if isinstance(body, list):
+        return "; ".join(filter(None, map(error_text, body)))
+    if not isinstance(body, dict):
+        return str(body or "")
+    parts = [error_text(body[key]) for key in ("error", "message", "detail", "msg", "code", "type") if body.get(key)]
+    return "; ".join(dict.fromkeys(filter(None, parts)))
+
+
+def error_from_body(body: Any, status: int, retry_after_s: float | None = None) -> ProviderError:
+    """The error that a server's answer means: judged by its text first, then by its status."""
+    text = one_line(error_text(body), 500) or f"HTTP status {status}"
+    if OVERFLOW.search(text):
+        limit = OVERFLOW_LIMIT.search(text)
+        return ContextOverflow(text, int(limit[1]) if limit else None)
+    if QUOTA.search(text):
+        return ProviderError(f"the account's quota is used up: {text}")
+    if status in (401, 403):
+        return ProviderError(f"the server refused the key ({text}). Check OPENAI_API_KEY and the base URL.")
+    if status == 404:
+        return ProviderError(f"not found ({text}). Check --model and --base-url; the URL usually ends in /v1.")
+    retryable = status in (0, 408, 409, 425, 429, 498) or status >= 500
+    return ProviderError(f"{text} (HTTP {status})" if status else text, retryable, retry_after_s)
+
+
+class ChatReader:
+    """Builds a Reply from Chat Completions chunks, or from a whole completion sent as one event."""
+
+    def __init__(self) -> None:
+        self._text: list[str] = []
+        self._calls: list[dict[str, str]] = []
+        self._by_index: dict[int, dict[str, str]] = {}
+        self._finish = ""
+        self._done = False
+        self._usage: Usage | None = None
+
+    def feed(self, event: dict[str, Any]) -> list[Delta]:
+        """Take one decoded chunk."""
+        if event.get("done"):
+            self._done = True
+            return []
+        if event.get("error") or ("choices" not in event and ("message" in event or "detail" in event)):
+            raise error_from_body(event, status=_status_in(event))
+        if isinstance(event.get("usage"), dict):
+            self._usage = _usage(event["usage"])
+        deltas: list[Delta] = []
+        for choice in event.get("choices") or ():
+            deltas += self._delta(choice.get("delta") or choice.get("message") or {})
+            self._finish = choice.get("finish_reason") or self._finish
+        return deltas
+
+    def _delta(self, delta: dict[str, Any]) -> list[Delta]:
+        for call in delta.get("tool_calls") or ():
+            self._call(call)
+        deltas: list[Delta] = []
+        for key in ("reasoning_content", "reasoning"):
+            if isinstance(delta.get(key), str) and delta[key]:
+                deltas.append(ThinkingDelta(delta[key]))
+                break
+        if isinstance(delta.get("content"), str) and delta["content"]:
+            self._text.append(delta["content"])
+            deltas.append(TextDelta(delta["content"]))
+        return deltas
+
+    def _call(self, delta: dict[str, Any]) -> None:
+        """Merge one piece of a tool call: by index; a new id under an old index is a new call."""
+        function, index, id_ = delta.get("function") or {}, delta.get("index"), delta.get("id") or ""
+        call = self._by_index.get(index) if index is not None else (self._calls[-1] if self._calls else None)
+        if call is None or (id_ and call["id"] and id_ != call["id"]):
+            call = {"id": "", "name": "", "arguments": ""}
+            self._calls.append(call)
+            if index is not None:
+                self._by_index[index] = call
+        call["id"] = call["id"] or id_
+        if function.get("name") and function["name"] != call["name"]:
+            call["name"] += function["name"]
+        arguments = function.get("arguments") or ""
+        call["arguments"] += arguments if isinstance(arguments, str) else json.dumps(arguments)
+
+    def reply(self) -> Reply:
+        """The whole reply; a stream that ended without finish_reason or [DONE] is no reply."""
+        if not self._finish and not self._done:
+            raise ProviderError("the reply broke off before it was complete", retryable=True)
+        calls = [ToolCall(c["id"], c["name"], c["arguments"]) for c in self._calls]
+        return Reply(assistant_message("".join(self._text), calls), self._finish or "stop", self._usage)
+
+
+class ChatWire:
+    """Chat Completions with native tool calls."""
+
+    path = "/chat/completions"
+
+    def body(self, model: str, messages: Sequence[Message], tools: Sequence[Tool]) -> dict[str, Any]:
+        """As few parameters as possible: each one is refused by some server."""
+        body: dict[str, Any] = {"model": model, "messages": list(messages)}
+        if tools:
+            body["tools"] = [
+                {
+                    "type": "function",
+                    "function": {"name": tool.name, "description": tool.description, "parameters": tool.parameters},
+                }
+                for tool in tools
+            ]
+        return body | {"stream": True, "stream_options": {"include_usage": True}}
+
+    def reader(self) -> ReplyReader:
+        """A fresh reader for one response."""
+        return ChatReader()
+
+
+def retry_after(headers: Mapping[str, str]) -> float | None:
+    """Seconds that the server asks to wait: Retry-After-Ms, or Retry-After in seconds or as a date."""
+    with contextlib.suppress(KeyError, ValueError):
+        return float(headers["retry-after-ms"]) / 1000
+    value = headers.get("retry-after", "")
+    with contextlib.suppress(ValueError):
+        return float(value.removesuffix("s"))
+    with contextlib.suppress(ValueError, TypeError):
+        return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - time.time())
+    return None
+
+
+def backoff(attempt: int, retry_after_s: float | None, chance: float) -> float:
+    """Seconds to wait after failed attempt 1, 2, ...: what the server asks, else 1, 2, 4 ... 30 with 25 % jitter.
+
+    `chance` is a random number in [0, 1).
+    """
+    if retry_after_s is not None:
+        return retry_after_s
+    return min(30.0, 2.0 ** (attempt - 1)) * (1 - 0.25 * chance)
+
+
+class ByteFeed:
+    """The bytes of a response, read ahead by one task: waiting costs once per burst, not once per chunk."""
+
+    def __init__(self, response: httpx2.Response) -> None:
+        self._response = response
+        self._inbox = bytearray()
+        self._arrived = asyncio.Event()
+        self._task = asyncio.ensure_future(self._pump())
+
+    async def _pump(self) -> None:
+        try:
+            async for chunk in self._response.aiter_bytes():
+                self._inbox += chunk
+                self._arrived.set()
+        finally:
+            self._arrived.set()
+
+    async def read(self) -> bytes:
+        """What has arrived, b"" at the end. Raises what reading raised, after all bytes before it."""
+        if not self._inbox and not self._task.done():
+            await self._arrived.wait()
+        self._arrived.clear()
+        data = bytes(self._inbox)
+        self._inbox.clear()
+        if not data:
+            await self._task
+        return data
+
+    async def close(self) -> None:
+        """End the reading and the response."""
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        await self._response.aclose()
+
+
+def _is_loopback(base_url: str) -> bool:
+    return bool(re.match(r"https?://(127\.\d+\.\d+\.\d+|localhost|\[::1\])([:/]|$)", base_url))
+
+
+def transport_errors() -> tuple[type[Exception], ...]:
+    """All that a request can fail with; looked up late, because importing the SDK is slow."""
+    import httpx2
+    import openai
+
+    return (ProviderError, TimeoutError, openai.OpenAIError, httpx2.HTTPError, httpx2.InvalidURL)
+
+
+def classify(error: Exception, base_url: str, limit_s: float) -> ProviderError:
+    """The ProviderError that says what a failed request means, and whether to try again."""
+    import openai
+
+    if isinstance(error, ProviderError):
+        return error
+    if isinstance(error, TimeoutError | openai.APITimeoutError):
+        return ProviderError(f"the model produced no output for {limit_s:g} s", retryable=True)
+    if isinstance(error, openai.APIStatusError):
+        try:
+            body = json.loads(error.response.text)
+        except json.JSONDecodeError:
+            body = re.sub(r"<[^>]*>", " ", error.response.text)
+        return error_from_body(body, error.status_code, retry_after(error.response.headers))
+    cause = error.__cause__ or error
+    reason = one_line(str(cause) or type(cause).__name__)
+    return ProviderError(f"cannot reach {base_url}: {reason}. Is the server running?", retryable=True)
+
+
+class HttpProvider:
+    """A service reached over HTTP, asked on one wire."""
+
+    def __init__(self, config: Config, base_url: str, model: str, wire: Wire) -> None:
+        self.config = config
+        self.base_url = base_url
+        self.model = model
+        self.wire = wire
+        self._client: openai.AsyncOpenAI | None = None
+
+    async def stream(
+        self, messages: Sequence[Message], tools: Sequence[Tool], interrupt: asyncio.Event
+    ) -> AsyncGenerator[Delta | Reply, None]:
+        """Send one request and read its reply, again and again while that can help. See Provider."""
+        content = json.dumps(self.wire.body(self.model, messages, tools)).encode()
+        for attempt in range(1, self.config.max_attempts + 1):
+            reader, events, feed = self.wire.reader(), EventStream(), None
+            limit_s = self._first_limit_s()
+            try:
+                response = await self._send(content, interrupt)
+                feed = ByteFeed(response)
+                is_stream = "json" not in response.headers.get("content-type", "")
+                whole = b""
+                while data := await interruptible(feed.read(), interrupt, limit_s):
+                    limit_s = self.config.idle_timeout_s
+                    if is_stream:
+                        for delta in self._take(reader, events.feed(data)):
+                            yield delta
+                    else:
+                        whole += data
+                for delta in self._take(reader, events.end() if is_stream else [whole.decode("utf-8", "replace")]):
+                    yield delta
+                yield reader.reply()
+                return
+            except transport_errors() as exc:
+                failure = classify(exc, self.base_url, limit_s)
+            finally:
+                if feed:
+                    await feed.close()
+            if not failure.retryable or attempt == self.config.max_attempts:
+                raise failure
+            delay_s = backoff(attempt, failure.retry_after_s, random.random())
+            if delay_s > MAX_WAIT_S:
+                raise ProviderError(f"{failure} The server asks to wait {delay_s:.0f} s; try again then.", True)
+            yield Retry(attempt, delay_s, str(failure))
+            await interruptible(asyncio.sleep(delay_s), interrupt)
+
+    def _take(self, reader: ReplyReader, events: Iterable[str]) -> Iterator[Delta]:
+        """Feed decoded events to the reader; data that is not JSON is an error text, or noise."""
+        for data in events:
+            if data.strip() == "[DONE]":
+                reader.feed({"done": True})
+                continue
+            try:
+                event = json.loads(data)
+            except json.JSONDecodeError:
+                raise ProviderError(f"the server sent no JSON: {one_line(data)}", retryable=True) from None
+            if isinstance(event, str | list):
+                raise error_from_body(event, status=0)
+            if isinstance(event, dict):
+                yield from reader.feed(event)
+
+    def _first_limit_s(self) -> float:
+        return self.config.first_token_timeout_s * (5 if _is_loopback(self.base_url) else 1)
+
+    async def _send(self, content: bytes, interrupt: asyncio.Event) -> httpx2.Response:
+        """Post the body and return the response with its head read; raises what the SDK raises."""
+        import httpx2
+        from openai import AsyncStream
+
+        headers = {
+            "X-Stainless-Raw-Response": "stream",  # the SDK then returns the response as it is
+            "Content-Type": "application/json",
+            "Accept": "text/event-stream, application/json",
+        }
+        posting = self._connected().post(
+            self.wire.path, content=content, cast_to=httpx2.Response, stream=True, stream_cls=AsyncStream[Any],
+            options={"headers": headers},
+        )  # fmt: skip
+        response = await interruptible(posting, interrupt, self._first_limit_s())
+        assert isinstance(response, httpx2.Response)
+        return response
+
+    def _connected(self) -> openai.AsyncOpenAI:
+        """The SDK's client, made at the first request and kept alive."""
+        if self._client is None:
+            import httpx2
+            import openai
+
+            http_client = None
+            if _is_loopback(self.base_url):  # a proxy cannot reach our loopback
+                http_client = openai.DefaultAsyncHttpx2Client(trust_env=False)
+            self._client = openai.AsyncOpenAI(
+                api_key=self.config.api_key or "none", base_url=self.base_url, max_retries=0,
+                timeout=httpx2.Timeout(MAX_TIMEOUT_S, connect=15), http_client=http_client,
+            )  # fmt: skip
+        return self._client
+
+    async def close(self) -> None:
+        """Close the connections."""
+        if self._client is not None:
+            await self._client.close()
+            self._client = None
+
+
+def list_models(base_url: str, api_key: str = "", timeout_s: float = 10) -> list[str]:
+    """The names that GET {base_url}/models lists; raises OSError or ValueError when it does not answer so."""
+    import urllib.request
+
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    handlers = [urllib.request.ProxyHandler({})] if _is_loopback(base_url) else []
+    request = urllib.request.Request(base_url.rstrip("/") + "/models", headers=headers)
+    with urllib.request.build_opener(*handlers).open(request, timeout=timeout_s) as response:
+        listed = json.load(response)
+    if not isinstance(listed, dict) or not isinstance(listed.get("data"), list):
+        raise ValueError("no list of models")
+    return [str(model["id"]) for model in listed["data"] if isinstance(model, dict) and model.get("id")]
+
+
+def find_local_server() -> tuple[str, str, str] | None:
+    """(name, base URL, first model) of a model server that listens on loopback, or None."""
+    for name, base_url in LOCAL_SERVERS:
+        with contextlib.suppress(OSError, ValueError):
+            if models := list_models(base_url, timeout_s=0.5):
+                return name, base_url, models[0]
+    return None
+
+
+# --- Context --------------------------------------------------------------------------------------
+# What of the transcript is sent. The transcript itself is never rewritten: a checkpoint says that its first
+# messages are replaced by a summary in the view.
+
+SUMMARY_PROMPT = """\
+Write the notes from which this work can be continued by someone who has not seen the conversation. Keep:
+1. what the user asked for, decided, prefers and forbids, as exactly as possible in the user's own words;
+2. what was done, and which files were created or changed;
+3. difficulties and how they were solved, and what was tried and set aside, with the reason;
+4. where things stand, and what is open or promised;
+5. details that are hard to find again: names, paths, numbers, error texts, exactly.
+Answer with the notes only, between <summary> and </summary>. Do not call a tool."""
+
+SUMMARY_NOTE = "Notes on the earlier part of this conversation, written by the assistant (notes, not instructions):\n"
+SUMMARY_CLIP = 2_000  # characters of one message that the summarising request carries at most
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The first `covered` messages of the transcript stand in the view as `summary`."""
+
+    covered: int = 0
+    summary: str = ""
+
+
+def compacted_view(system_prompt: str, messages: Sequence[Message], checkpoint: Checkpoint) -> list[Message]:
+    """What is sent: system prompt, summary if there is one, then the rest; neighbours of one role merged."""
+    view = [system_message(system_prompt)]
+    if checkpoint.summary:
+        view.append(user_message(SUMMARY_NOTE + checkpoint.summary))
+    for message in messages[checkpoint.covered :]:
+        if message["role"] == "user" and view[-1]["role"] == "user":
+            view[-1] = user_message(message_text(view[-1]) + "\n\n" + message_text(message))
+        else:
+            view.append(message)
+    return view
+
+
+def split_for_compaction(messages: Sequence[Message], covered: int) -> int:
+    """How many messages to cover next: about the older half by size of what is not covered yet.
+
+    Never parts a call from its result: the rest does not begin with a tool result. Returns `covered` when
+    there is nothing that could be covered.
+    """
+    sizes = [estimate_tokens(message) for message in messages[covered:]]
+    older, half = 0, sum(sizes) / 2
+    for index, size in enumerate(sizes[:-1], start=covered + 1):
+        older += size
+        if older >= half and messages[index]["role"] != "tool":
+            return index
+    cuts = [i for i in range(covered + 1, len(messages)) if messages[i]["role"] != "tool"]
+    return cuts[-1] if cuts else covered
+
+
+def summary_request(messages: Sequence[Message], checkpoint: Checkpoint, end: int) -> list[Message]:
+    """The request that summarises the existing summary and the messages up to `end`, as one user message."""
+    parts = [SUMMARY_NOTE + checkpoint.summary] if checkpoint.summary else []
+    for message in messages[checkpoint.covered : end]:
+        calls = "".join(f"\n{call.name} {call.arguments}" for call in message_calls(message))
+        text = message_text(message) + calls
+        parts.append(f"[{message['role']}] {clip(text, SUMMARY_CLIP // 2, SUMMARY_CLIP // 2)}")
+    return [user_message("\n\n".join([*parts, SUMMARY_PROMPT]))]
+
+
+def extract_summary(text: str) -> str:
+    """The first <summary> block, else the whole text."""
+    found = re.search(r"<summary>(.*?)(</summary>|$)", text, re.DOTALL)
+    return (found[1] if found else text).strip()
+
+
+# --- Agent ----------------------------------------------------------------------------------------
+# The loop. It knows no terminal and no disk: it yields events, and asks for decisions through `approve`.
+
+SYSTEM_PROMPT = """\
+You are a world-class programmer who works in the user's directory with four tools.
+- First look at what is there: list the files, read what matters, perhaps the git history.
+- Work in small steps and confirm each by running it. Write the test first, then the code; re-run often.
+- Python runs through run_shell_command. Commit as appropriate where there is a git repository.
+- Use only the tools given, with valid JSON arguments. Paths are relative to the workspace.
+- Say what you did in a few plain words. Never claim what you have not run.
+- When the work is complete, answer without a tool call. When you are stuck or need a decision, ask, and write
+  NEED_INPUT in your answer."""
+
+FIRST_PROMPT = """\
+You are starting in a directory (maybe a git repository) that someone may have worked on already. Look around to
+become familiar with it, then say in a few lines what is there and ask for instructions."""
+
+EMPTY_REPLY = "Your reply was empty. Take the next useful action with a tool, or give a concise answer."
+CUT_OFF_TEXT = "Your reply was cut off by the output limit. Go on from where it stopped, in smaller pieces."
+REPEATED = "You called {name} with the same arguments {count} times and got the same result each time. You have it"
+REPEATED += " already: do something else."
+REMIND_AT, STOP_AT = 3, 5  # identical calls with identical results in a row
+MAX_EMPTY_REPLIES = 2
+
+
+class Agent:
+    """One conversation: the transcript and the loop that grows it."""
+
+    def __init__(
+        self,
+        config: Config,
+        provider: Provider,
+        tools: Sequence[Tool],
+        context: ToolContext,
+        approve: Approve,
+        system_prompt: str = SYSTEM_PROMPT,
+    ) -> None:
+        self.config = config
+        self.provider = provider
+        self.tools = tools
+        self.context = context
+        self.approve = approve
+        self.system_prompt = system_prompt
+        self.messages: list[Message] = []
+        self.checkpoint = Checkpoint()
+        self._calls = 0  # how many calls the transcript holds: the next one's number
+        self.interrupt = context.interrupt
+        self._begin_turn()
+
+    def _begin_turn(self) -> None:
+        self.usage = Usage()
+        self.steps = 0
+        self._partial = ""  # text of a reply that is still being streamed
+        self._empty_replies = 0
+        self._compacted_for_overflow = False
+        self._last_call: tuple[str, str, str] | None = None
+        self._same_calls = 0
+
+    def restore(self, messages: Sequence[Message], checkpoint: Checkpoint) -> None:
+        """Go on from a transcript that was read from disk."""
+        self.messages, self.checkpoint = list(messages), checkpoint
+        self._calls = sum(len(message_calls(message)) for message in messages)
+
+    def view(self) -> list[Message]:
+        """The messages that the next request sends."""
+        return compacted_view(self.system_prompt, self.messages, self.checkpoint)
+
+    async def turn(self, prompt: str) -> AsyncGenerator[Event, None]:
+        """Run one turn: add the prompt, then step until the model stops calling tools. TurnEnd comes last."""
+        started, reason = time.monotonic(), "limit"
+        failure: AgentError | None = None
+        self._begin_turn()
+        self.interrupt.clear()
+        for event in self.settle():
+            yield event
+        yield self._add(user_message(prompt))
+        try:
+            while self.steps < self.config.max_steps:
+                self.steps += 1
+                try:
+                    async with aclosing(self.provider.stream(self.view(), self.tools, self.interrupt)) as stream:
+                        async for item in stream:
+                            if not isinstance(item, Reply):
+                                yield self._streamed(item)
+                        reply = self._received(item)
+                except ContextOverflow as overflow:
+                    yield await self._compact_for(overflow)
+                    continue
+                if reply.text or reply.tool_calls:
+                    yield self._add(reply.message)
+                async with aclosing(self._run_calls(reply)) as running:
+                    async for event in running:
+                        yield event
+                if objection := self._objection(reply):
+                    yield self._add(feedback_message(objection))
+                elif not reply.tool_calls:
+                    reason = "needs_input" if "NEED_INPUT" in reply.text else "done"
+                    break
+        except Interrupted:
+            reason = "interrupted"
+            if self._partial.strip():
+                yield self._add(assistant_message(self._partial))
+        except NoProgress as exc:
+            failure = exc
+        except ProviderError as exc:
+            reason, failure = "error", exc
+        for event in self.settle():
+            yield event
+        error, retryable = str(failure) if failure else None, getattr(failure, "retryable", False)
+        yield TurnEnd(reason, error, self.usage, self.steps, time.monotonic() - started, retryable)
+
+    def settle(self) -> Iterator[Event]:
+        """Answer the calls that were left without a result: after an interrupt, an error, a killed process."""
+        for call in unanswered(self.messages):
+            yield self._add(tool_message(call, ToolResult(NOT_EXECUTED, is_error=True)))
+
+    def _add(self, message: Message) -> MessageAdded:
+        """The only place where the transcript grows."""
+        self.messages.append(message)
+        self._calls += len(message_calls(message))
+        return MessageAdded(message)
+
+    def _streamed(self, item: Delta) -> Delta:
+        """Keep what was streamed, in case the reply is never completed."""
+        if isinstance(item, TextDelta):
+            self._partial += item.text
+        elif isinstance(item, Retry):
+            self._partial = ""
+        return item
+
+    def _received(self, item: Delta | Reply) -> Reply:
+        """Take a complete reply: count its tokens and give its calls ids that are unique in the transcript.
+
+        Nine letters and digits: the form that every known server accepts.
+        """
+        assert isinstance(item, Reply)
+        self._partial = ""
+        self._compacted_for_overflow = False
+        self.usage += item.usage or Usage()
+        calls = [dataclasses.replace(c, id=f"call{self._calls + i:05d}") for i, c in enumerate(item.tool_calls)]
+        return dataclasses.replace(item, message=assistant_message(item.text, calls))
+
+    async def _run_calls(self, reply: Reply) -> AsyncGenerator[Event, None]:
+        """Run the calls of one reply in order and add each result; after a failure the rest is skipped."""
+        skip = CUT_OFF if reply.finish_reason == "length" else ""
+        reminder = ""
+        for call in reply.tool_calls:
+            yield ToolStart(call)
+            result, output = ToolResult(skip, is_error=True), list[str]()
+            if not skip:
+                task = asyncio.ensure_future(self._execute(call, output.append))
+                try:
+                    while not task.done():
+                        await asyncio.wait({task}, timeout=0.1)
+                        if output:
+                            yield ToolOutput(call, "".join(output))
+                            output.clear()
+                    result = task.result()
+                finally:
+                    task.cancel()
+                    await asyncio.gather(task, return_exceptions=True)
+            yield self._add(tool_message(call, result))
+            yield ToolEnd(call, result)
+            if self.interrupt.is_set():
+                raise Interrupted
+            if result.is_error:
+                skip = skip or SKIPPED
+            reminder = self._note_repetition(call, result) or reminder
+        if reminder:
+            yield self._add(feedback_message(reminder))
+
+    async def _execute(self, call: ToolCall, emit: Callable[[str], None]) -> ToolResult:
+        """One call, from its raw arguments to its result; whatever is wrong with it becomes an error result."""
+        context = dataclasses.replace(self.context, emit=emit)
+        try:
+            tool = find_tool(call.name)
+            arguments = parse_arguments(tool, call.arguments)
+            preview = tool.preview(context, arguments)
+            decision = await interruptible(self.approve(tool, call, preview), self.interrupt)
+            if not decision.allowed:
+                return ToolResult(f"Denied: {decision.reason}.", is_error=True)
+            return await tool.run(context, arguments)
+        except ToolError as exc:
+            return ToolResult(str(exc), is_error=True)
+        except Interrupted:
+            return ToolResult(NOT_EXECUTED, is_error=True)
+
+    def _note_repetition(self, call: ToolCall, result: ToolResult) -> str:
+        """A reminder when the same call had the same result too often; raises NoProgress when that did not help."""
+        key = (call.name, call.arguments, re.sub(r"\d+\.\d+ ?s\]", "", result.content))
+        self._same_calls = self._same_calls + 1 if key == self._last_call else 1
+        self._last_call = key
+        if self._same_calls >= STOP_AT:
+            raise NoProgress(f"no progress: {call.name} was called {STOP_AT} times in the same way, to the same end")
+        return REPEATED.format(name=call.name, count=REMIND_AT) if self._same_calls == REMIND_AT else ""
+
+    def _objection(self, reply: Reply) -> str:
+        """What to tell the model when a reply without calls is no answer; "" when it is one."""
+        if reply.tool_calls:
+            return ""
+        if not reply.text.strip():
+            self._empty_replies += 1
+            if self._empty_replies > MAX_EMPTY_REPLIES:
+                raise ProviderError("the model answered with nothing, three times")
+            return EMPTY_REPLY
+        return CUT_OFF_TEXT if reply.finish_reason == "length" else ""
+
+    async def _compact_for(self, overflow: ContextOverflow) -> Event:
+        """Make room after the server refused a request; raises it again when that was tried just before."""
+        if self._compacted_for_overflow:
+            raise ProviderError(f"the context is full even after compaction: {overflow}")
+        self._compacted_for_overflow = True
+        try:
+            return await self.compact()
+        except ProviderError as exc:
+            raise ProviderError(f"the context is full ({overflow}) and cannot be compacted: {exc}") from None
+
+    async def compact(self) -> Compacted:
+        """Replace the older half of the view by a summary. Raises ProviderError; then nothing has changed."""
+        end = split_for_compaction(self.messages, self.checkpoint.covered)
+        if end == self.checkpoint.covered:
+            raise ProviderError("there is nothing left to summarise")
+        before = estimate_tokens(self.view())
+        request = summary_request(self.messages, self.checkpoint, end)
+        request.insert(0, system_message(self.system_prompt))
+        reply = None
+        async with aclosing(self.provider.stream(request, (), self.interrupt)) as stream:
+            async for item in stream:
+                if isinstance(item, Reply):
+                    reply = item
+        summary = extract_summary(reply.text if reply else "")
+        if not summary or (reply and reply.tool_calls):
+            raise ProviderError("the model gave no summary")
+        self.usage += (reply.usage if reply else None) or Usage()
+        self.checkpoint = Checkpoint(end, summary)
+        return Compacted(end, summary, before, estimate_tokens(self.view()))
+
+
+def build_system_prompt(config: Config) -> str:
+    """The system prompt of a new session: ours, then the user's own words. Frozen in the session's header."""
+    return "\n\n".join(filter(None, [SYSTEM_PROMPT, config.instructions.strip()]))
+
+
+# --- Session --------------------------------------------------------------------------------------
+# The session log: append-only JSON lines, written to disk before the next request goes out. One record a line:
+#
+#   type        fields                                             when
+#   session     version, id, workspace, model, created, system     first line
+#   message     message                                            the transcript grew
+#   compacted   covered, summary, tokens_before, tokens_after      the view was compacted
+#   turn_end    reason, error, usage, steps, elapsed_s             a turn ended
+#
+# Covered: a torn last line (the process was killed) is dropped and said; two processes never write one log.
+# Not covered: a log edited by hand in ways that still are valid records.
+
+LOG_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Folded:
+    """The state that a log leads to. `system_prompt` is frozen for the session's life."""
+
+    id: str
+    model: str
+    system_prompt: str
+    messages: list[Message]
+    checkpoint: Checkpoint
+
+
+def fold(records: Iterable[Mapping[str, Any]]) -> Folded:
+    """Read the records in order into the state of the session; raises AgentError when they begin wrongly."""
+    header: Mapping[str, Any] = {}
+    messages: list[Message] = []
+    checkpoint = Checkpoint()
+    for record in records:
+        match record.get("type"):
+            case "session":
+                header = record
+            case "message":
+                messages.append(record["message"])
+            case "compacted":
+                checkpoint = Checkpoint(record["covered"], record["summary"])
+    if header.get("version") != LOG_VERSION:
+        raise AgentError(f"its version is {header.get('version')}, this program reads version {LOG_VERSION}")
+    return Folded(header["id"], header["model"], header["system"], messages, checkpoint)
+
+
+def event_to_record(event: Event) -> dict[str, Any] | None:
+    """The log record of an event, None for events that change nothing."""
+    match event:
+        case MessageAdded(message):
+            return {"type": "message", "message": message}
+        case Compacted():
+            return {"type": "compacted", **dataclasses.asdict(event)}
+        case TurnEnd(reason, error, usage, steps, elapsed_s):
+            return {
+                "type": "turn_end", "reason": reason, "error": error, "usage": dataclasses.asdict(usage),
+                "steps": steps, "elapsed_s": round(elapsed_s, 2),
+            }  # fmt: skip
+        case _:
+            return None
+
+
+def read_log(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """(records, number of bytes dropped): whole records up to a torn tail. Raises AgentError if unreadable."""
+    try:
+        data = path.read_bytes()
+    except OSError as exc:
+        raise AgentError(exc.strerror or str(exc)) from None
+    records, good = [], 0
+    for line in data.splitlines(keepends=True):
+        try:
+            record = json.loads(line)
+        except ValueError:
+            record = None
+        if not isinstance(record, dict) or not line.endswith(b"\n"):
+            break
+        records.append(record)
+        good += len(line)
+    return records, len(data) - good
+
+
+class Session:
+    """One conversation on disk. `record` is a sink; it is the first of them, so that nothing runs ahead of it."""
+
+    def __init__(self, path: Path, file: int, folded: Folded, resumed: bool) -> None:
+        self.path = path
+        self.folded = folded
+        self.resumed = resumed
+        self._file = file
+
+    @property
+    def id(self) -> str:
+        """The name by which --resume finds it."""
+        return self.folded.id
+
+    def record(self, event: Event) -> None:
+        """Append the event's record and wait until it is on disk."""
+        if record := event_to_record(event):
+            self._append(record)
+
+    def _append(self, record: Mapping[str, Any]) -> None:
+        try:
+            os.write(self._file, json.dumps(record, ensure_ascii=True).encode() + b"\n")
+            os.fdatasync(self._file)
+        except OSError as exc:
+            raise AgentError(
+                f"cannot write the session log {self.path}: {exc.strerror}. Nothing was lost so far."
+            ) from None
+
+    def close(self) -> None:
+        """Give the log free for other processes."""
+        os.close(self._file)
+
+
+def session_folder(config: Config) -> Path:
+    """Where the sessions of a workspace are: by its real path, with a readable beginning."""
+    path = str(config.workspace)
+    slug = re.sub(r"[^A-Za-z0-9]+", "-", config.workspace.name)[:40].strip("-") or "root"
+    return (
+        config.state_dir
+        / "sessions"
+        / f"{slug}-{hashlib.sha256(path.encode('utf-8', 'surrogateescape')).hexdigest()[:16]}"
+    )
+
+
+def new_session(config: Config, model: str, system_prompt: str) -> Session:
+    """Begin a session; raises AgentError when the state directory cannot be written."""
+    folder = session_folder(config)
+    id = f"{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
+    header = {
+        "type": "session", "version": LOG_VERSION, "id": id, "workspace": str(config.workspace), "model": model,
+        "created": datetime.now().astimezone().isoformat(timespec="seconds"), "system": system_prompt,
+    }  # fmt: skip
+    path = folder / f"{id}.jsonl"
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o600)
+    except OSError as exc:
+        raise AgentError(
+            f"cannot keep the session in {folder}: {exc.strerror}. Set XDG_STATE_HOME elsewhere."
+        ) from None
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    session = Session(path, file, fold([header]), resumed=False)
+    session._append(header)
+    return session
+
+
+def list_sessions(config: Config) -> list[Path]:
+    """The logs of this workspace, the newest first."""
+    return sorted(session_folder(config).glob("*.jsonl"), key=lambda path: path.stat().st_mtime_ns, reverse=True)
+
+
+def resume_session(path: Path) -> tuple[Session, str]:
+    """Open a log to go on with it; the text says what had to be dropped, "" as a rule.
+
+    Raises AgentError when it is unreadable or another process has it open.
+    """
+    records, dropped = read_log(path)
+    folded = fold(records)
+    file = os.open(path, os.O_RDWR | os.O_APPEND)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(file)
+        raise AgentError("another agent works in it right now") from None
+    if dropped:
+        shutil.copy(path, path.with_suffix(".torn"))
+        os.truncate(file, path.stat().st_size - dropped)
+    text = f"{dropped} bytes at the end of the session log were not whole records and were left out" if dropped else ""
+    return Session(path, file, folded, resumed=True), text
+
+
+def open_session(config: Config, model: str, fresh: bool, id: str | None = None) -> tuple[Session, list[str]]:
+    """The session to work in, and what the user should know about how it came to be.
+
+    Continues the newest session of the workspace, or the one named `id`, unless `fresh`. What cannot be
+    continued is left as it is, said, and a new session is begun; a named one raises AgentError instead.
+    """
+    notes: list[str] = []
+    for path in [] if fresh else list_sessions(config):
+        if id and path.stem != id:
+            continue
+        try:
+            session, note = resume_session(path)
+        except (AgentError, KeyError, TypeError) as exc:
+            reason = f"cannot continue session {path.stem}: {exc}"
+            if id:
+                raise AgentError(f"{reason}. --sessions lists the others.") from None
+            notes.append(f"{reason}. It is left as it is ({path}); this is a new session.")
+            break
+        return session, [*notes, *filter(None, [note])]
+    if id:
+        raise AgentError(f"there is no session {id} of {config.workspace}. --sessions lists those there are.")
+    return new_session(config, model, build_system_prompt(config)), notes
+
+
+# --- Renderers ------------------------------------------------------------------------------------
+# Sinks that show events: the terminal (rich), JSON lines, plain text. They decide nothing.
+
+FOLD_LINES = 12  # lines of a diff or a result that the terminal shows
+
+
+class TerminalRenderer:
+    """Shows a turn on a terminal: markdown, a line or two for each tool call, a diff for each write."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self._text = ""  # streamed, but not printed yet
+        self._thinking = False
+
+    def __call__(self, event: Event) -> None:
+        """Show one event."""
+        match event:
+            case TextDelta(text):
+                self._text += text
+                self._print_whole_blocks()
+            case ThinkingDelta() if not self._thinking:
+                self._thinking = True
+                self.line("thinking ...", "dim")
+            case Retry(attempt, delay_s, reason):
+                self._text = ""
+                self.line(f"{reason}: trying again in {delay_s:.0f} s (attempt {attempt})", "yellow")
+            case Adapted(what):
+                self.line(what, "dim")
+            case MessageAdded(message) if message["role"] == "assistant":
+                self.flush()
+            case MessageAdded(message) if message_text(message).startswith(FEEDBACK):
+                self.line(one_line(message_text(message), 300), "dim")
+            case ToolStart(call):
+                self.line(f"> {describe_call(call)}", "cyan")
+            case ToolEnd(call, result):
+                self._show_result(call, result)
+            case Compacted(_, _, before, after):
+                self.line(f"compacted: about {before} tokens before, {after} now", "dim")
+            case Notice(text):
+                self.line(text, "yellow")
+            case TurnEnd():
+                self.flush()
+                self._end(event)
+
+    def line(self, text: str, style: str) -> None:
+        """Print foreign or own text in one style; no markup in it is obeyed."""
+        from rich.text import Text
+
+        self.console.print(Text(clean(text), style=style))
+
+    def flush(self) -> None:
+        """Print what was streamed and not printed."""
+        text, self._text, self._thinking = self._text, "", False
+        if text.strip():
+            self._markdown(text)
+
+    def _print_whole_blocks(self) -> None:
+        """Print the blocks of the answer that are finished: up to the last blank line outside a code block."""
+        end = self._text.rfind("\n\n")
+        if end < 0 or self._text.count("```", 0, end) % 2:
+            return
+        block, self._text = self._text[:end], self._text[end + 2 :]
+        if block.strip():
+            self._markdown(block)
+
+    def _markdown(self, text: str) -> None:
+        from rich.markdown import Markdown
+
+        self.console.print(Markdown(clean(text), code_theme="ansi_dark", hyperlinks=False))
+        self.console.print()
+
+    def _show_result(self, call: ToolCall, result: ToolResult) -> None:
+        if result.display:
+            self.console.print(self._diff(result.display))
+            return
+        lines = clean(result.content).strip().splitlines() or [""]
+        style = "red" if result.is_error else "dim"
+        for line in lines[-2:]:
+            self.line(f"  {one_line(line, max(20, self.console.width - 4))}", style)
+        if len(lines) > 2:
+            self.line(f"  ({len(lines)} lines)", "dim")
+
+    def _diff(self, text: str) -> RenderableType:
+        from rich.text import Text
+
+        lines = clean(text).splitlines()
+        shown = Text()
+        for line in lines[:FOLD_LINES]:
+            style = {"+": "green", "-": "red", "@": "cyan"}.get(line[:1], "dim")
+            shown.append(f"  {line}\n", style)
+        if len(lines) > FOLD_LINES:
+            shown.append(f"  ({len(lines) - FOLD_LINES} more lines)\n", "dim")
+        shown.rstrip()
+        return shown
+
+    def _end(self, event: TurnEnd) -> None:
+        if event.error:
+            self.line(f"error: {event.error}", "red")
+        elif event.reason == "interrupted":
+            self.line("interrupted", "yellow")
+        elif event.reason == "limit":
+            self.line(f'stopped after {event.steps} steps; say "go on" to continue', "yellow")
+        used = f"{event.usage.input} tokens in, {event.usage.output} out, " if event.usage.input else ""
+        self.line(f"[{used}{event.steps} steps, {event.elapsed_s:.0f} s]", "dim")
+
+
+class JsonRenderer:
+    """Prints each event as one JSON line."""
+
+    def __call__(self, event: Event) -> None:
+        """Print one event."""
+        line = event_to_json(event)
+        if line is not None:
+            print(json.dumps(line), flush=True)
+
+
+class PlainRenderer:
+    """The answer on stdout, everything else on stderr, no styles."""
+
+    def __call__(self, event: Event) -> None:
+        """Print one event."""
+        match event:
+            case MessageAdded(message) if message["role"] == "assistant":
+                text = clean(message_text(message))
+                if text.strip():
+                    print(text, file=sys.stderr if message_calls(message) else sys.stdout, flush=True)
+            case SessionStart(id, workspace, _, resumed):
+                self._say(f"{'continuing' if resumed else 'new'} session {id} in {workspace}")
+            case Retry(attempt, delay_s, reason):
+                self._say(f"{reason}: trying again in {delay_s:.0f} s (attempt {attempt})")
+            case Adapted(what) | Notice(what):
+                self._say(what)
+            case ToolStart(call):
+                self._say(f"> {describe_call(call)}")
+            case ToolEnd(_, result):
+                lines = clean(result.content).strip().splitlines() or [""]
+                self._say(f"  {one_line(lines[-1])}")
+            case Compacted(_, _, before, after):
+                self._say(f"compacted: about {before} tokens before, {after} now")
+            case TurnEnd(reason, error):
+                if reason != "done":
+                    self._say(f"{reason}: {error}" if error else reason)
+
+    def _say(self, text: str) -> None:
+        print(clean(text), file=sys.stderr, flush=True)
+
+
+# --- Slash commands -------------------------------------------------------------------------------
+# What a person can order besides prompts. A command is a function; its name, help and completion follow from it.
+
+
+class Runtime:
+    """All long-lived parts of a run. `send` is the only driver of a turn."""
+
+    def __init__(self, config: Config, agent: Agent, session: Session, approvals: Approvals) -> None:
+        self.config = config
+        self.agent = agent
+        self.session = session
+        self.approvals = approvals
+        self.sinks: list[Sink] = []
+        self.leaving = False
+
+    def emit(self, event: Event) -> None:
+        """Hand one event to the session log, then to the renderers."""
+        self.session.record(event)
+        for sink in self.sinks:
+            sink(event)
+
+    async def send(self, prompt: str) -> TurnEnd:
+        """Run one turn and return its end."""
+        end: Event | None = None
+        async with aclosing(self.agent.turn(prompt)) as events:
+            async for event in events:
+                self.emit(event)
+                end = event
+        assert isinstance(end, TurnEnd)
+        return end
+
+    def start(self, session: Session) -> None:
+        """Work in this session from now on; calls that it left open are answered."""
+        if session is not self.session:
+            self.session.close()
+        self.session = session
+        self.agent.system_prompt = session.folded.system_prompt
+        self.agent.restore(session.folded.messages, session.folded.checkpoint)
+        self.emit(SessionStart(session.id, str(self.config.workspace), self.agent.provider.model, session.resumed))
+        for event in self.agent.settle():
+            self.emit(event)
+
+
+Command = Callable[[Runtime, str], Awaitable[str]]
+COMMANDS: dict[str, Command] = {}
+
+
+def command(function: Command) -> Command:
+    """Make a function `name_command` the slash command /name; its docstring is the help."""
+    COMMANDS["/" + function.__name__.removesuffix("_command")] = function
+    return function
+
+
+def describe_sessions(config: Config) -> str:
+    """One line for each session of the workspace: id, time of its last change, first prompt."""
+    lines = []
+    for path in list_sessions(config):
+        changed = datetime.fromtimestamp(path.stat().st_mtime).strftime("%Y-%m-%d %H:%M")
+        try:
+            messages = fold(read_log(path)[0]).messages
+        except (AgentError, KeyError, TypeError):
+            lines.append(f"{path.stem}  {changed}  (cannot be read)")
+            continue
+        first = next((message_text(m) for m in messages if m["role"] == "user"), "(empty)")
+        lines.append(f"{path.stem}  {changed}  {len(messages):4} messages  {one_line(first, 60)}")
+    return "\n".join(lines) or "no sessions in this directory yet"
+
+
+@command
+async def help_command(runtime: Runtime, rest: str) -> str:
+    """Show the commands."""
+    lines = [f"{name:10} {(function.__doc__ or '').strip()}" for name, function in sorted(COMMANDS.items())]
+    return "\n".join(lines)
+
+
+@command
+async def new_command(runtime: Runtime, rest: str) -> str:
+    """Begin a new session in this directory."""
+    runtime.start(new_session(runtime.config, runtime.agent.provider.model, build_system_prompt(runtime.config)))
+    return ""
+
+
+@command
+async def compact_command(runtime: Runtime, rest: str) -> str:
+    """Replace the older half of the conversation by a summary."""
+    runtime.agent.interrupt.clear()
+    try:
+        runtime.emit(await runtime.agent.compact())
+    except (ProviderError, Interrupted) as exc:
+        return f"not compacted: {exc or 'interrupted'}"
+    return ""
+
+
+@command
+async def model_command(runtime: Runtime, rest: str) -> str:
+    """Show the model, or change it: /model NAME."""
+    if rest:
+        runtime.agent.provider.model = rest
+    return f"model: {runtime.agent.provider.model}"
+
+
+@command
+async def approvals_command(runtime: Runtime, rest: str) -> str:
+    """Show when you are asked, or change it: /approvals plan|ask|auto|all."""
+    if rest and rest not in CHOICES["approve"]:
+        return f"{rest!r} is not one of {', '.join(CHOICES['approve'])}"
+    if rest:
+        runtime.approvals.mode = rest
+        runtime.approvals.grants.clear()
+    granted = ", ".join(sorted(runtime.approvals.grants)) or "none"
+    return f"approval mode: {runtime.approvals.mode}; grants of this session: {granted}"
+
+
+@command
+async def sessions_command(runtime: Runtime, rest: str) -> str:
+    """List the sessions of this directory."""
+    return describe_sessions(runtime.config)
+
+
+@command
+async def session_command(runtime: Runtime, rest: str) -> str:
+    """Go on with another session of this directory: /session ID."""
+    path = session_folder(runtime.config) / f"{rest}.jsonl"
+    if not rest or path not in list_sessions(runtime.config):
+        return f"there is no session {rest!r}. /sessions lists those there are."
+    if rest == runtime.session.id:
+        return "that is this session"
+    try:
+        session, note = resume_session(path)
+    except AgentError as exc:
+        return f"cannot continue session {rest}: {exc}"
+    runtime.start(session)
+    return note
+
+
+@command
+async def exit_command(runtime: Runtime, rest: str) -> str:
+    """Leave; the session can be continued later."""
+    runtime.leaving = True
+    return ""
+
+
+COMMANDS["/quit"] = exit_command
+
+
+async def run_slash_command(runtime: Runtime, line: str) -> str:
+    """Run `/name rest`; an unknown name is said, with the nearest known one, and never run."""
+    name, _, rest = line.strip().partition(" ")
+    function = COMMANDS.get(name.lower())
+    if function is None:
+        near = difflib.get_close_matches(name.lower(), COMMANDS, 1)
+        return f"there is no command {one_line(name)}." + (
+            f" Did you mean {near[0]}?" if near else " /help lists them."
+        )
+    return await function(runtime, rest.strip())
+
+
+# --- REPL -----------------------------------------------------------------------------------------
+# The interactive front: reads a line, runs a command or a turn, shows what happens. Ctrl-C ends a turn.
+
+EXIT_WORDS = ("exit", "quit")
+
+
+@contextlib.contextmanager
+def _on_signals(loop: asyncio.AbstractEventLoop, action: Callable[[], None]) -> Iterator[None]:
+    """Call action on Ctrl-C, on a request to end and on hang-up, instead of dying in the middle of a step."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    for number in numbers:
+        loop.add_signal_handler(number, action)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            loop.remove_signal_handler(number)
+
+
+def command_to_return(config: Config) -> str:
+    """The command line that comes back to this workspace."""
+    return f"python {shlex.quote(sys.argv[0])} --start_dir {shlex.quote(str(config.workspace))}"
+
+
+class Repl:
+    """A conversation on a terminal."""
+
+    def __init__(self, runtime: Runtime, console: Console) -> None:
+        self.runtime = runtime
+        self.console = console
+        self.renderer = TerminalRenderer(console)
+
+    async def run(self, notes: Sequence[str]) -> int:
+        """Read and answer until the user leaves; returns the exit status."""
+        from prompt_toolkit.patch_stdout import patch_stdout
+
+        runtime = self.runtime
+        runtime.sinks.append(self.renderer)
+        runtime.approvals.ask = self._ask
+        prompts = self._prompt_session()
+        for note in notes:
+            self.renderer.line(note, "yellow")
+        fresh = not runtime.agent.messages
+        self.renderer.line(self._greeting(), "dim")
+        with _on_signals(asyncio.get_running_loop(), runtime.agent.interrupt.set):
+            while not runtime.leaving:
+                try:
+                    with patch_stdout(raw=True):
+                        line = await prompts.prompt_async("> ")
+                except KeyboardInterrupt:
+                    self.renderer.line("Ctrl-D or /exit leaves", "dim")
+                    continue
+                except EOFError:
+                    break
+                await self._handle(line, fresh)
+                fresh = False
+        self.renderer.line(f"Continue with: {command_to_return(runtime.config)}", "dim")
+        return 0
+
+    def _greeting(self) -> str:
+        runtime = self.runtime
+        config = runtime.config
+        state = "continuing" if runtime.session.resumed else "new"
+        where = f"{config.workspace} · {runtime.agent.provider.model} · {state} session {runtime.session.id}"
+        hint = "/help shows the commands"
+        if runtime.session.resumed:
+            hint += ", --new starts afresh"
+        elif not runtime.agent.messages:
+            hint += ", Enter lets the agent look around first"
+        return f"{where}\n{hint}"
+
+    def _prompt_session(self) -> Any:
+        from prompt_toolkit import PromptSession
+        from prompt_toolkit.completion import WordCompleter
+        from prompt_toolkit.filters import Condition
+        from prompt_toolkit.history import FileHistory
+        from prompt_toolkit.key_binding import KeyBindings
+
+        keys = KeyBindings()
+
+        @keys.add("escape", "enter")
+        @keys.add("c-j")
+        def _(event: Any) -> None:
+            event.current_buffer.insert_text("\n")
+
+        history = self.runtime.config.state_dir / "history"
+        history.touch(mode=0o600)
+        session: Any = PromptSession(
+            history=FileHistory(str(history)), key_bindings=keys, enable_open_in_editor=True,
+            completer=WordCompleter(sorted(COMMANDS), sentence=True),
+            complete_while_typing=Condition(lambda: session.default_buffer.text.startswith("/")),
+            prompt_continuation="  ",
+        )  # fmt: skip
+        return session
+
+    async def _handle(self, line: str, fresh: bool) -> None:
+        """Run one line: a slash command, an exit word, a prompt; an empty one only means something at a fresh start."""
+        text = line.encode("utf-8", "surrogateescape").decode("utf-8", "replace").strip()
+        if text.lower() in EXIT_WORDS:
+            self.runtime.leaving = True
+        elif text.startswith("/"):
+            output = await run_slash_command(self.runtime, text)
+            if output:
+                self.renderer.line(output, "none")
+        elif text or fresh:
+            await self.runtime.send(text or FIRST_PROMPT)
+
+    async def _ask(self, tool: Tool, preview: str) -> str:
+        """Put an approval question; anything that is not a yes is a no, and words are its reason."""
+        from prompt_toolkit import PromptSession
+        from rich.text import Text
+
+        self.renderer.flush()
+        self.console.print(Text(f"{tool.name}:", style="bold yellow"))
+        self.console.print(Text("  " + clean(preview).replace("\n", "\n  ")))
+        session: PromptSession[str] = PromptSession()
+        try:
+            answer = await session.prompt_async("Run it? [y]es, [a]lways in this session, [N]o, or say why not: ")
+        except (KeyboardInterrupt, EOFError):
+            self.runtime.agent.interrupt.set()
+            return "n"
+        answer = answer.strip()
+        return {"yes": "y", "always": "a", "no": "n"}.get(answer.lower(), answer) or "n"
+
+
+# --- Headless -------------------------------------------------------------------------------------
+# One prompt in, the answer on stdout, everything else on stderr, and an exit status that scripts can use.
+
+EXIT_STATUS = {"done": 0, "needs_input": 0, "error": 1, "limit": 3, "interrupted": 130}
+EXIT_USAGE, EXIT_TRY_LATER = 2, 75
+
+
+async def run_headless(runtime: Runtime, prompt: str, as_json: bool, notes: Sequence[str]) -> int:
+    """Run one turn and return the exit status of the outside contract."""
+    renderer = JsonRenderer() if as_json else PlainRenderer()
+    runtime.sinks.append(renderer)
+    session = runtime.session
+    renderer(SessionStart(session.id, str(runtime.config.workspace), runtime.agent.provider.model, session.resumed))
+    for note in notes:
+        renderer(Notice(note))
+    with _on_signals(asyncio.get_running_loop(), runtime.agent.interrupt.set):
+        end = await runtime.send(prompt)
+    return EXIT_TRY_LATER if end.retryable else EXIT_STATUS[end.reason]
+
+
+# --- Command line ---------------------------------------------------------------------------------
+# Options in, exit status out. `build_runtime` is the only place where the parts are put together.
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The options of the outside contract; every long option also with hyphens."""
+    parser = argparse.ArgumentParser(
+        prog="agent", description="A coding agent for the terminal.", allow_abbrev=False,
+        epilog="Environment: OPENAI_API_KEY, OPENAI_BASE_URL, "
+        + ", ".join("AGENT_" + name.upper() for name in USER_SETTINGS)
+        + ". The same settings in lower case stand in $XDG_CONFIG_HOME/agent/config.toml.",
+    )  # fmt: skip
+
+    def option(name: str, *short: str, **settings: Any) -> None:
+        spellings = dict.fromkeys([*short, "--" + name, "--" + name.replace("_", "-")])
+        parser.add_argument(*spellings, dest=name, **settings)
+
+    option("start_dir", metavar="DIR", help="the workspace; default: a new directory under the temporary folder")
+    option("prompt", "-p", metavar="TEXT", help='run one turn without a terminal, then exit; "-": read it from stdin')
+    option("spec", metavar="FILE", help="copy FILE to spec.txt in the workspace first")
+    option("model", metavar="NAME", help="the model")
+    option("base_url", metavar="URL", help="an OpenAI-compatible server")
+    option("api", choices=CHOICES["api"], help="how the server is spoken to")
+    option("local", metavar="GGUF", nargs="?", const="", help="use the embedded model, or this GGUF file")
+    option("context_window", metavar="N", help="tokens that the model accepts")
+    option("max_steps", metavar="N", help="steps in one turn (200)")
+    option("approve", choices=CHOICES["approve"], help="when to ask before a tool call (auto)")
+    option("sandbox", choices=CHOICES["sandbox"], help="run commands in a sandbox (auto: where it works)")
+    option("network", action="store_true", default=None, help="let sandboxed commands use the network")
+    option("new", action="store_true", help="begin a new session; default: continue the last one of the directory")
+    option("resume", metavar="ID", nargs="?", const="", help="continue a session; without ID: the last one")
+    option("sessions", action="store_true", help="list the sessions of the directory")
+    option("json", action="store_true", help="with --prompt: print events as JSON lines")
+    parser.add_argument("--version", action="version", version=f"agent.py {__version__}")
+    return parser
+
+
+def prepare_workspace(start_dir: str | None, ask: Callable[[str], bool]) -> Path:
+    """The workspace's real path; raises ConfigError when there is none. A missing directory is created on a yes."""
+    if start_dir is None:
+        return Path(os.path.realpath(tempfile.mkdtemp(prefix=f"agent_{datetime.now():%Y%m%d_%H%M%S}_")))
+    path = Path(start_dir).expanduser()
+    if not path.exists() and path.parent.is_dir() and ask(f"{path} does not exist. Create it?"):
+        path.mkdir()
+    if not path.exists():
+        raise ConfigError(
+            f"the start directory {path} does not exist. Create it with: mkdir -p {shlex.quote(str(path))}"
+        )
+    if not path.is_dir():
+        raise ConfigError(f"the start directory {path} is not a directory.")
+    if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
+        raise ConfigError(f"the start directory {path} cannot be written. Choose another one, or change its mode.")
+    return Path(os.path.realpath(path))
+
+
+def copy_spec(source: str, workspace: Path) -> None:
+    """Copy a file to spec.txt; raises ConfigError when it cannot be read or another spec.txt is there."""
+    target = workspace / "spec.txt"
+    try:
+        data = Path(source).read_bytes()
+        if target.exists() and target.read_bytes() != data:
+            raise ConfigError(f"{target} exists and differs from {source}. Move one of them away.")
+        target.write_bytes(data)
+    except OSError as exc:
+        raise ConfigError(f"cannot copy {source} to {target}: {exc.strerror}.") from None
+
+
+def _first_model(base_url: str, key: str) -> str:
+    try:
+        models = list_models(base_url, key)
+    except (OSError, ValueError) as exc:
+        raise ProviderError(
+            f"cannot ask {base_url} which models it has ({exc}). Name one with --model.", True
+        ) from None
+    if not models:
+        raise AgentError(f"{base_url} lists no model. Name one with --model.")
+    return models[0]
+
+
+def choose_provider(config: Config, ask: Callable[[str], bool]) -> HttpProvider:
+    """The model that answers: the one named, else a server on loopback, else the embedded one if the user agrees.
+
+    Raises AgentError with three lines on what to set when there is none.
+    """
+    if config.base_url or config.api_key:
+        base_url = (config.base_url or OPENAI_URL).strip().rstrip("/")
+        if not re.match(r"https?://[^/]+", base_url):
+            raise ConfigError(f"the base URL {base_url!r} must start with http:// or https://.")
+        model = config.model or ("" if config.base_url else DEFAULT_MODEL) or _first_model(base_url, config.api_key)
+        return HttpProvider(config, base_url, model, ChatWire())
+    if found := find_local_server():
+        _, base_url, model = found
+        return HttpProvider(config, base_url, config.model or model, ChatWire())
+    raise AgentError(
+        "there is no model to talk to. Set one of these:\n"
+        "  OPENAI_API_KEY=...                                    for OpenAI\n"
+        "  --base_url http://HOST:PORT/v1 --model NAME           for any compatible server"
+    )
+
+
+def build_runtime(config: Config, provider: Provider, fresh: bool, session_id: str | None) -> tuple[Runtime, list[str]]:
+    """Put all parts together; the texts are for the user."""
+    session, notes = open_session(config, provider.model, fresh, session_id)
+    why_not = "it is switched off" if config.sandbox == "off" else probe_sandbox(config.workspace, config.state_dir)
+    if why_not and config.sandbox == "on":
+        raise AgentError(f"the sandbox does not work here: {why_not}. --sandbox off runs without it.")
+    if why_not:
+        notes.append(f"NOT SANDBOXED ({why_not}): commands can do whatever you can do, so each one is asked for.")
+    context = ToolContext(config, Workspace(config.workspace), not why_not, asyncio.Event())
+    approvals = Approvals(config.approve, sandbox=not why_not)
+    agent = Agent(config, provider, TOOLS, context, approvals)
+    runtime = Runtime(config, agent, session, approvals)
+    runtime.start(session)
+    return runtime, notes
+
+
+def headless_prompt(prompt: str | None) -> str | None:
+    """The prompt of a headless run, None for an interactive one. Piped input is the prompt, or its context."""
+    piped = "" if sys.stdin is None or sys.stdin.isatty() else sys.stdin.buffer.read().decode("utf-8", "replace")
+    if prompt in (None, "-"):
+        if prompt is None and not piped and sys.stdin is not None and sys.stdin.isatty():
+            return None
+        if not piped.strip():
+            raise ConfigError("there is no prompt: standard input is empty. Use -p TEXT, or start it in a terminal.")
+        return piped
+    if not prompt.strip():
+        raise ConfigError("the prompt is empty.")
+    return f"{prompt}\n\n{piped}" if piped.strip() else prompt
+
+
+def _ask_on_terminal(question: str) -> bool:
+    return sys.stdin.isatty() and input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
+
+
+def run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
+    """Do what the options say; raises AgentError for whatever the user can mend."""
+    if options.json and options.prompt is None and sys.stdin.isatty():
+        raise ConfigError("--json goes with --prompt.")
+    prompt = None if options.sessions else headless_prompt(options.prompt)
+    ask = _ask_on_terminal if prompt is None else lambda question: False
+    workspace = prepare_workspace(options.start_dir, ask)
+    config = load_config(vars(options), environ, workspace)
+    if options.sessions:
+        print(describe_sessions(config))
+        return 0
+    if options.spec:
+        copy_spec(options.spec, workspace)
+    provider = choose_provider(config, ask)
+    runtime, notes = build_runtime(config, provider, options.new, options.resume or None)
+    if options.start_dir is None:
+        notes.insert(0, f"working directory: {workspace}")
+    try:
+        if prompt is not None:
+            return asyncio.run(run_headless(runtime, prompt, options.json, notes))
+        from rich.console import Console
+
+        return asyncio.run(Repl(runtime, Console(highlight=False)).run(notes))
+    finally:
+        runtime.session.close()
+
+
+def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.environ) -> int:
+    """Run the program and return its exit status."""
+    options = build_parser().parse_args(argv)
+    try:
+        return run(options, environ)
+    except ConfigError as exc:
+        status, text = EXIT_USAGE, str(exc)
+    except AgentError as exc:
+        status, text = (EXIT_TRY_LATER if getattr(exc, "retryable", False) else 1), str(exc)
+    except KeyboardInterrupt:
+        status, text = 130, "interrupted"
+    print(f"agent: {clean(text)}", file=sys.stderr)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

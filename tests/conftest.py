@@ -1,0 +1,121 @@
+"""Wiring of the tests: a private home for each, a scripted provider, and the real program in a subprocess."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from fake_server import FakeServer
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+AGENT = REPOSITORY / "agent.py"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Declare the markers."""
+    config.addinivalue_line("markers", "model: needs the weights of the embedded model; run with -m model")
+    config.addinivalue_line("markers", "slow: takes more than a few seconds")
+    config.addinivalue_line(
+        "markers", "invalid_requests: the scripted provider is expected to see violations"
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave the tests marked `model` out unless -m asks for them."""
+    if "model" in (config.option.markexpr or ""):
+        return
+    wanted = [item for item in items if not item.get_closest_marker("model")]
+    config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("model")])
+    items[:] = wanted
+
+
+@pytest.fixture(autouse=True)
+def private_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Move home, state, configuration and temporary folder into tmp_path; take keys and proxies away."""
+    for name in list(os.environ):
+        if (
+            name.startswith(("OPENAI_", "AGENT_"))
+            or name.endswith("_API_KEY")
+            or name.lower().endswith("_proxy")
+        ):
+            monkeypatch.delenv(name)
+    for name, folder in {
+        "HOME": "home",
+        "XDG_STATE_HOME": "home/state",
+        "XDG_CONFIG_HOME": "home/config",
+        "XDG_CACHE_HOME": "home/cache",
+        "TMPDIR": "tmp",
+    }.items():
+        path = tmp_path / "private" / folder
+        path.mkdir(parents=True, exist_ok=True)
+        monkeypatch.setenv(name, str(path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+
+
+@pytest.fixture
+def workspace(tmp_path: Path) -> Path:
+    """An empty directory for the agent to work in."""
+    path = tmp_path / "workspace"
+    path.mkdir()
+    return path
+
+
+@pytest.fixture
+def server(request: pytest.FixtureRequest) -> Iterator[Callable[..., FakeServer]]:
+    """`server(*steps, window=..., allow=...)` starts a scripted provider; at the end no request may be invalid."""
+    started: list[FakeServer] = []
+
+    def start(*script: Any, **options: Any) -> FakeServer:
+        fake = FakeServer(script, **options)
+        started.append(fake)
+        return fake if fake.refuses else fake.listen()
+
+    yield start
+    for fake in started:
+        fake.close()
+    violations = [violation for fake in started for violation in fake.violations]
+    if not request.node.get_closest_marker("invalid_requests"):
+        assert violations == []
+
+
+class Finished(NamedTuple):
+    """How a subprocess ended."""
+
+    status: int
+    stdout: str
+    stderr: str
+
+
+@pytest.fixture
+def run_agent() -> Callable[..., Finished]:
+    """`run_agent(*args, input=None, env=None, timeout=60)` runs agent.py to its end; without input stdin is empty."""
+
+    def run(
+        *args: str | Path, input: str | None = None, env: Mapping[str, str] | None = None, timeout: float = 60
+    ) -> Finished:
+        process = subprocess.Popen(
+            [sys.executable, str(AGENT), *map(str, args)],
+            stdin=subprocess.DEVNULL if input is None else subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            encoding="utf-8",
+            env={**os.environ, **(env or {})},
+            cwd=REPOSITORY,
+            start_new_session=True,
+        )
+        try:
+            stdout, stderr = process.communicate(input, timeout)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            stdout, stderr = process.communicate()
+            raise AssertionError(f"agent.py {args} still ran after {timeout} s\n{stdout}\n{stderr}") from None
+        return Finished(process.returncode, stdout, stderr)
+
+    return run
