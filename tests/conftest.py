@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from fake_server import FakeServer
+from harness import Conversation
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 AGENT = REPOSITORY / "agent.py"
@@ -113,3 +114,18 @@ def run_agent() -> Callable[..., Finished]:
         return Finished(process.returncode, stdout, stderr)
 
     return run
+
+
+@pytest.fixture
+def converse(workspace: Path) -> Iterator[Callable[..., Conversation]]:
+    """`converse(fake_server, **settings)` opens a conversation in the workspace; several continue each other."""
+    opened: list[Conversation] = []
+
+    def start(fake: FakeServer, **settings: Any) -> Conversation:
+        conversation = Conversation(fake.base_url, workspace, **settings)
+        opened.append(conversation)
+        return conversation
+
+    yield start
+    for conversation in opened:
+        conversation.close()

@@ -67,6 +67,16 @@ def content_type(answer: Raw) -> str:
     return "application/json" if answer.body[:1] in (b"{", b"[") else "text/html"
 
 
+def overflow(window: int, tokens: int) -> Raw:
+    """OpenAI's answer to a prompt that is longer than the context window."""
+    message = (
+        f"This model's maximum context length is {window} tokens. However, your messages resulted in {tokens} tokens."
+        " Please reduce the length of the messages."
+    )
+    kind = {"type": "invalid_request_error", "param": "messages", "code": "context_length_exceeded"}
+    return error(400, {"error": {"message": message, **kind}})
+
+
 class Handler(BaseHTTPRequestHandler):
     """Reads requests of one connection and plays the answers."""
 
@@ -266,7 +276,7 @@ class FakeServer:
             return self.violation("script: this request is beyond its end")
         try:
             return self.resolve(step, request)
-        except Exception as exc:  # noqa: BLE001 - a mistake in a test's script fails the test, not the connection
+        except Exception as exc:  # a mistake in a test's script fails the test, not the connection
             return self.violation(f"script: {type(exc).__name__}: {exc}")
 
     def violation(self, *problems: str) -> Raw:
@@ -296,16 +306,6 @@ class FakeServer:
         step = replace(step, calls=numbered, usage=usage, number=len(self.requests))
         bound = (request.body.get("response_format") or {}).get("type") == "json_schema"
         return render(as_schema_answer(step) if bound and not step.verbatim else step, request)
-
-
-def overflow(window: int, tokens: int) -> Raw:
-    """OpenAI's answer to a prompt that is longer than the context window."""
-    message = (
-        f"This model's maximum context length is {window} tokens. However, your messages resulted in {tokens} tokens."
-        " Please reduce the length of the messages."
-    )
-    kind = {"type": "invalid_request_error", "param": "messages", "code": "context_length_exceeded"}
-    return error(400, {"error": {"message": message, **kind}})
 
 
 def main() -> None:
