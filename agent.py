@@ -31,6 +31,7 @@ import contextlib
 import dataclasses
 import difflib
 import email.utils
+import errno
 import fcntl
 import fnmatch
 import hashlib
@@ -52,7 +53,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar
 
 if TYPE_CHECKING:
     import httpx2
@@ -377,6 +378,18 @@ def tool_message(call: ToolCall, result: ToolResult) -> Message:
     return {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": result.content or "(no output)"}
 
 
+def is_message(value: Any) -> bool:
+    """Whether a value read from disk has the shape of a message of a transcript."""
+    try:
+        calls = message_calls(value)
+        texts = [value.get("content") or "", *(part for c in calls for part in (c.id, c.name, c.arguments))]
+        if value["role"] == "tool":
+            texts.append(value["tool_call_id"])
+    except (AttributeError, KeyError, TypeError):
+        return False
+    return value["role"] in ("user", "assistant", "tool") and all(isinstance(text, str) for text in texts)
+
+
 def unanswered(messages: Sequence[Message]) -> list[ToolCall]:
     """The calls of the last assistant message that have no result yet, in order."""
     answered = set()
@@ -432,6 +445,34 @@ class Adapted:
     """The way of asking was changed because the server refused the former one."""
 
     what: str
+
+
+@dataclass(frozen=True)
+class RequestStart:
+    """A request is about to be sent: the view of the first `messages` messages, of which `covered` are summarised.
+
+    `tokens` is an estimate of its size, `window` what the model accepts, if known; `digest` tells whether two
+    requests are the same. `purpose`: "step" or "summary".
+    """
+
+    purpose: str
+    model: str
+    messages: int
+    covered: int
+    tokens: int
+    window: int | None
+    digest: str
+
+
+@dataclass(frozen=True)
+class RequestEnd:
+    """A request has ended. `status`: completed, interrupted, overflow or failed; `reply` is None unless completed."""
+
+    purpose: str
+    status: str
+    error: str | None
+    elapsed_s: float
+    reply: Reply | None
 
 
 @dataclass(frozen=True)
@@ -495,7 +536,8 @@ class TurnEnd:
 
 Delta = TextDelta | ThinkingDelta | Retry | Adapted
 Event = (
-    SessionStart | Delta | MessageAdded | ToolStart | ToolOutput | ToolEnd | Compacted | Notice | TurnEnd
+    SessionStart | RequestStart | Delta | RequestEnd | MessageAdded | ToolStart | ToolOutput | ToolEnd | Compacted
+    | Notice | TurnEnd
 )  # fmt: skip
 Sink = Callable[[Event], None]
 
@@ -528,7 +570,7 @@ def event_to_json(event: Event) -> dict[str, Any] | None:
                 "type": "turn_end", "reason": reason, "error": error, "usage": dataclasses.asdict(usage),
                 "steps": steps, "elapsed_s": round(elapsed_s, 2),
             }  # fmt: skip
-        case ToolOutput():
+        case ToolOutput() | RequestStart() | RequestEnd():
             return None
 
 
@@ -611,6 +653,15 @@ def _umask() -> int:
     mask = os.umask(0)
     os.umask(mask)
     return mask
+
+
+def sync_directory(path: Path) -> None:
+    """Wait until the names in a directory are on disk."""
+    file = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
 
 
 class Workspace:
@@ -1713,8 +1764,24 @@ REMIND_AT, STOP_AT = 3, 5  # identical calls with identical results in a row
 MAX_EMPTY_REPLIES = 2
 
 
+BeforeChange = Callable[[], Awaitable[None]]
+
+
+async def _nothing() -> None:
+    """What happens before a change where nothing has to."""
+
+
+def request_digest(messages: Sequence[Message], tools: Sequence[Tool]) -> str:
+    """The same for two requests exactly when they offer the same tools and send the same messages."""
+    offered = [[tool.name, tool.description, tool.parameters] for tool in tools]
+    return hashlib.sha256(json.dumps([list(messages), offered]).encode()).hexdigest()[:32]
+
+
 class Agent:
-    """One conversation: the transcript and the loop that grows it."""
+    """One conversation: the transcript and the loop that grows it.
+
+    `before_change` is awaited before a call that may change something, after its approval.
+    """
 
     def __init__(
         self,
@@ -1723,14 +1790,15 @@ class Agent:
         tools: Sequence[Tool],
         context: ToolContext,
         approve: Approve,
-        system_prompt: str = SYSTEM_PROMPT,
+        before_change: BeforeChange = _nothing,
     ) -> None:
         self.config = config
         self.provider = provider
         self.tools = tools
         self.context = context
         self.approve = approve
-        self.system_prompt = system_prompt
+        self.before_change = before_change
+        self.system_prompt = SYSTEM_PROMPT
         self.messages: list[Message] = []
         self.checkpoint = Checkpoint()
         self._calls = 0  # how many calls the transcript holds: the next one's number
@@ -1768,13 +1836,15 @@ class Agent:
             while self.steps < self.config.max_steps:
                 self.steps += 1
                 try:
-                    async with aclosing(self.provider.stream(self.view(), self.tools, self.interrupt)) as stream:
-                        async for item in stream:
-                            if not isinstance(item, Reply):
-                                yield self._streamed(item)
-                        reply = self._received(item)
+                    async with aclosing(self._ask("step", self.view(), self.tools)) as answering:
+                        async for item in answering:
+                            yield item
+                        assert isinstance(item, RequestEnd)
+                        reply = self._received(item.reply)
                 except ContextOverflow as overflow:
-                    yield await self._compact_for(overflow)
+                    async with aclosing(self._compact_for(overflow)) as compacting:
+                        async for event in compacting:
+                            yield event
                     continue
                 if reply.text or reply.tool_calls:
                     yield self._add(reply.message)
@@ -1810,6 +1880,29 @@ class Agent:
         self._calls += len(message_calls(message))
         return MessageAdded(message)
 
+    async def _ask(
+        self, purpose: str, request: Sequence[Message], tools: Sequence[Tool]
+    ) -> AsyncGenerator[RequestStart | Delta | RequestEnd, None]:
+        """Send one request; the last event is a RequestEnd, which holds the Reply unless this raises."""
+        started = time.monotonic()
+        yield RequestStart(
+            purpose, self.provider.model, len(self.messages), self.checkpoint.covered, estimate_tokens(request),
+            self.config.context_window, request_digest(request, tools),
+        )  # fmt: skip
+        reply = None
+        try:
+            async with aclosing(self.provider.stream(request, tools, self.interrupt)) as stream:
+                async for item in stream:
+                    if isinstance(item, Reply):
+                        reply = item
+                    elif purpose == "step":
+                        yield self._streamed(item)
+        except (ProviderError, Interrupted) as exc:
+            status = {ContextOverflow: "overflow", Interrupted: "interrupted"}.get(type(exc), "failed")
+            yield RequestEnd(purpose, status, str(exc) or None, time.monotonic() - started, None)
+            raise
+        yield RequestEnd(purpose, "completed", None, time.monotonic() - started, reply)
+
     def _streamed(self, item: Delta) -> Delta:
         """Keep what was streamed, in case the reply is never completed."""
         if isinstance(item, TextDelta):
@@ -1818,12 +1911,12 @@ class Agent:
             self._partial = ""
         return item
 
-    def _received(self, item: Delta | Reply) -> Reply:
+    def _received(self, item: Reply | None) -> Reply:
         """Take a complete reply: count its tokens and give its calls ids that are unique in the transcript.
 
         Nine letters and digits: the form that every known server accepts.
         """
-        assert isinstance(item, Reply)
+        assert item is not None
         self._partial = ""
         self._compacted_for_overflow = False
         self.usage += item.usage or Usage()
@@ -1869,6 +1962,8 @@ class Agent:
             decision = await interruptible(self.approve(tool, call, preview), self.interrupt)
             if not decision.allowed:
                 return ToolResult(f"Denied: {decision.reason}.", is_error=True)
+            if tool.risk != "read":
+                await self.before_change()
             return await tool.run(context, arguments)
         except ToolError as exc:
             return ToolResult(str(exc), is_error=True)
@@ -1895,17 +1990,19 @@ class Agent:
             return EMPTY_REPLY
         return CUT_OFF_TEXT if reply.finish_reason == "length" else ""
 
-    async def _compact_for(self, overflow: ContextOverflow) -> Event:
+    async def _compact_for(self, overflow: ContextOverflow) -> AsyncGenerator[Event, None]:
         """Make room after the server refused a request; raises it again when that was tried just before."""
         if self._compacted_for_overflow:
             raise ProviderError(f"the context is full even after compaction: {overflow}")
         self._compacted_for_overflow = True
         try:
-            return await self.compact()
+            async with aclosing(self.compact()) as compacting:
+                async for event in compacting:
+                    yield event
         except ProviderError as exc:
             raise ProviderError(f"the context is full ({overflow}) and cannot be compacted: {exc}") from None
 
-    async def compact(self) -> Compacted:
+    async def compact(self) -> AsyncGenerator[Event, None]:
         """Replace the older half of the view by a summary. Raises ProviderError; then nothing has changed."""
         end = split_for_compaction(self.messages, self.checkpoint.covered)
         if end == self.checkpoint.covered:
@@ -1914,16 +2011,17 @@ class Agent:
         request = summary_request(self.messages, self.checkpoint, end)
         request.insert(0, system_message(self.system_prompt))
         reply = None
-        async with aclosing(self.provider.stream(request, (), self.interrupt)) as stream:
-            async for item in stream:
-                if isinstance(item, Reply):
-                    reply = item
+        async with aclosing(self._ask("summary", request, ())) as answering:
+            async for item in answering:
+                yield item
+                if isinstance(item, RequestEnd):
+                    reply = item.reply
         summary = extract_summary(reply.text if reply else "")
         if not summary or (reply and reply.tool_calls):
             raise ProviderError("the model gave no summary")
         self.usage += (reply.usage if reply else None) or Usage()
         self.checkpoint = Checkpoint(end, summary)
-        return Compacted(end, summary, before, estimate_tokens(self.view()))
+        yield Compacted(end, summary, before, estimate_tokens(self.view()))
 
 
 def build_system_prompt(config: Config) -> str:
@@ -1932,47 +2030,137 @@ def build_system_prompt(config: Config) -> str:
 
 
 # --- Session --------------------------------------------------------------------------------------
-# The session log: append-only JSON lines, written to disk before the next request goes out. One record a line:
+# The session log: append-only JSON lines, each on disk before anything that depends on it happens. One record a
+# line; each also has `time`, seconds since the epoch. What was sent is not stored again: the system prompt, the
+# messages and the boundaries of a request rebuild it, and its digest proves that (see Replay).
 #
-#   type        fields                                             when
-#   session     version, id, workspace, model, created, system     first line
-#   message     message                                            the transcript grew
-#   compacted   covered, summary, tokens_before, tokens_after      the view was compacted
-#   turn_end    reason, error, usage, steps, elapsed_s             a turn ended
+#   type        fields                                                        when
+#   session     version, id, workspace, model, created, system, forked_from   first line
+#   opened      program, model, settings, tools                               a process begins, or goes on with it
+#   message     message                                                       the transcript grew
+#   request     purpose, model, messages, covered, tokens, window, digest     a request is about to be sent
+#   retry       attempt, delay_s, reason                                      it failed and is tried again
+#   reply       purpose, status, error, elapsed_s, finish_reason, usage,      it ended; `message` only where the
+#               message                                                       transcript does not get it
+#   compacted   covered, summary, tokens_before, tokens_after                 the view was compacted
+#   snapshot    why, tree                                                     the workspace, before a turn, an undo or
+#                                                                             a redo changes it
+#   changed     tree                                                          the workspace after that
+#   turn_end    reason, error, usage, steps, elapsed_s                        a turn ended
 #
-# Covered: a torn last line (the process was killed) is dropped and said; two processes never write one log.
-# Not covered: a log edited by hand in ways that still are valid records.
+# Covered: a torn or zeroed tail is set aside and said; damaged lines are skipped and said; a full or read-only disk
+# is said, and what could not be written is written as soon as there is room; two processes never write one log.
+# Not covered: a log edited by hand into other valid records.
 
 LOG_VERSION = 1
+KEEP_SESSIONS = 100  # of one workspace; the oldest are deleted
+KEEP_DAYS = 90  # sessions of a workspace that does not exist any more
+FIRST_BYTES = 65_536  # of a log, read to show what it is about
+
+Record = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
+class Change:
+    """What a turn, an undo or a redo did to the workspace: its trees before and after; None: it was cut off.
+
+    `messages`: how long the transcript was then.
+    """
+
+    why: str
+    before: str
+    after: str | None
+    messages: int
+
+
+@dataclass
 class Folded:
     """The state that a log leads to. `system_prompt` is frozen for the session's life."""
 
     id: str
+    workspace: str
     model: str
     system_prompt: str
-    messages: list[Message]
-    checkpoint: Checkpoint
+    messages: list[Message] = field(default_factory=list)
+    checkpoint: Checkpoint = Checkpoint()
+    undoable: list[Change] = field(default_factory=list)
+    """Turns (and redone ones), the latest last."""
+    redoable: list[Change] = field(default_factory=list)
+    """Undos, the latest last."""
+    dropped: int = 0
+    """Records that made no sense where they stood, and were left out."""
+    _open_change: list[Change] | None = None
+    """The list whose last change waits for its tree afterwards."""
+
+    def apply(self, record: Record) -> None:
+        """Take the next record."""
+        match record:
+            case {"type": "message", "message": message} if is_message(message):
+                self._add(message)
+            case {"type": "compacted", "covered": int(covered), "summary": str(summary)}:
+                covered = max(0, min(covered, len(self.messages)))
+                while 0 < covered < len(self.messages) and self.messages[covered]["role"] == "tool":
+                    covered -= 1  # only in a damaged log: the view must not begin with an answer
+                self.checkpoint = Checkpoint(covered, summary)
+            case {"type": "snapshot", "why": str(why), "tree": str(tree)}:
+                self._begin_change(why, tree)
+            case {"type": "changed", "tree": str(tree)}:
+                self._end_change(tree)
+            case {"type": "message" | "compacted" | "snapshot" | "changed" | "session"}:
+                self.dropped += 1
+
+    def _add(self, message: Message) -> None:
+        """Grow the transcript so that each call has its answer, whatever is missing in a damaged log."""
+        open_calls = unanswered(self.messages)
+        if message["role"] != "tool":
+            for call in open_calls:
+                self.messages.append(tool_message(call, ToolResult(NOT_EXECUTED, is_error=True)))
+            self.dropped += len(open_calls)
+        elif message["tool_call_id"] not in [call.id for call in open_calls]:
+            self.dropped += 1
+            return
+        self.messages.append(message)
+
+    def _begin_change(self, why: str, tree: str) -> None:
+        """An undo takes the last change from `undoable` and is itself redoable, and the other way round."""
+        source, target = (self.undoable, self.redoable) if why == "undo" else (self.redoable, self.undoable)
+        if why != "turn" and source:
+            source.pop()
+        target.append(Change(why, tree, None, len(self.messages)))
+        self._open_change = target
+
+    def _end_change(self, tree: str) -> None:
+        """Note the tree afterwards; a turn that changed nothing is forgotten, one that did ends what is redoable."""
+        changes, self._open_change = self._open_change, None
+        if not changes:
+            self.dropped += 1
+        elif changes[-1].why == "turn" and changes[-1].before == tree:
+            changes.pop()
+        else:
+            changes[-1] = dataclasses.replace(changes[-1], after=tree)
+            if changes[-1].why == "turn":
+                self.redoable.clear()
 
 
-def fold(records: Iterable[Mapping[str, Any]]) -> Folded:
+def fold(records: Iterable[Record]) -> Folded:
     """Read the records in order into the state of the session; raises AgentError when they begin wrongly."""
-    header: Mapping[str, Any] = {}
-    messages: list[Message] = []
-    checkpoint = Checkpoint()
-    for record in records:
-        match record.get("type"):
-            case "session":
-                header = record
-            case "message":
-                messages.append(record["message"])
-            case "compacted":
-                checkpoint = Checkpoint(record["covered"], record["summary"])
-    if header.get("version") != LOG_VERSION:
-        raise AgentError(f"its version is {header.get('version')}, this program reads version {LOG_VERSION}")
-    return Folded(header["id"], header["model"], header["system"], messages, checkpoint)
+    rest = iter(records)
+    match next(rest, {}):
+        case {"type": "session", "version": int(version)} if version > LOG_VERSION:
+            raise AgentError(f"a later version of this program wrote it (log version {version}, not {LOG_VERSION})")
+        case {
+            "type": "session",
+            "id": str(id),
+            "workspace": str(workspace),
+            "model": str(model),
+            "system": str(system),
+        }:
+            folded = Folded(id, workspace, model, system)
+        case _:
+            raise AgentError("its first line is not the beginning of a session")
+    for record in rest:
+        folded.apply(record)
+    return folded
 
 
 def event_to_record(event: Event) -> dict[str, Any] | None:
@@ -1980,6 +2168,19 @@ def event_to_record(event: Event) -> dict[str, Any] | None:
     match event:
         case MessageAdded(message):
             return {"type": "message", "message": message}
+        case RequestStart():
+            return {"type": "request", **dataclasses.asdict(event)}
+        case Retry():
+            return {"type": "retry", **dataclasses.asdict(event)}
+        case RequestEnd(purpose, status, error, elapsed_s, reply):
+            record = {
+                "type": "reply", "purpose": purpose, "status": status, "error": error, "elapsed_s": round(elapsed_s, 3),
+                "finish_reason": reply.finish_reason if reply else None,
+                "usage": dataclasses.asdict(reply.usage) if reply and reply.usage else None,
+            }  # fmt: skip
+            if reply and (purpose == "summary" or not (reply.text or reply.tool_calls)):
+                record["message"] = reply.message
+            return record
         case Compacted():
             return {"type": "compacted", **dataclasses.asdict(event)}
         case TurnEnd(reason, error, usage, steps, elapsed_s):
@@ -1991,33 +2192,68 @@ def event_to_record(event: Event) -> dict[str, Any] | None:
             return None
 
 
-def read_log(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """(records, number of bytes dropped): whole records up to a torn tail. Raises AgentError if unreadable."""
+class Log(NamedTuple):
+    """What stands in a log: its records, the bytes after the last of them, the number of damaged lines before it."""
+
+    records: list[dict[str, Any]]
+    tail: bytes
+    damaged: int
+
+
+def parse_log(data: bytes) -> Log:
+    """Read the lines of a log. A last line without its line end counts when it is whole."""
+    records: list[dict[str, Any]] = []
+    position = good = damaged = bad = 0
+    for line in data.splitlines(keepends=True):
+        position += len(line)
+        try:
+            record = json.loads(line.strip(b"\0"))
+        except (ValueError, RecursionError):
+            record = None
+        if not isinstance(record, dict):
+            bad += 1
+            continue
+        records.append(record)
+        good, damaged = position, bad
+    return Log(records, data[good:], damaged)
+
+
+def read_log(path: Path) -> Log:
+    """Read a log from disk; raises AgentError when that is not possible."""
     try:
-        data = path.read_bytes()
+        return parse_log(path.read_bytes())
     except OSError as exc:
         raise AgentError(exc.strerror or str(exc)) from None
-    records, good = [], 0
-    for line in data.splitlines(keepends=True):
-        try:
-            record = json.loads(line)
-        except ValueError:
-            record = None
-        if not isinstance(record, dict) or not line.endswith(b"\n"):
-            break
-        records.append(record)
-        good += len(line)
-    return records, len(data) - good
+
+
+def write_all(file: int, data: bytes) -> None:
+    """Append data and wait until it is on disk; raises OSError after taking back a part that was written."""
+    start = os.fstat(file).st_size
+    rest = memoryview(data)
+    try:
+        while rest:
+            rest = rest[os.write(file, rest) :]
+        os.fdatasync(file)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.ftruncate(file, start)
+        raise
 
 
 class Session:
-    """One conversation on disk. `record` is a sink; it is the first of them, so that nothing runs ahead of it."""
+    """One conversation on disk. `record` is a sink; it is the first of them, so that nothing runs ahead of it.
 
-    def __init__(self, path: Path, file: int, folded: Folded, resumed: bool) -> None:
-        self.path = path
+    `folded` is at any time the state that the log leads to. `file`: the open, locked log; None: the session is
+    in memory only. `notices`: what the user has to be told; whoever shows them takes them out.
+    """
+
+    def __init__(self, folded: Folded, path: Path | None, file: int | None, resumed: bool) -> None:
         self.folded = folded
+        self.path = path
         self.resumed = resumed
+        self.notices: list[str] = []
         self._file = file
+        self._unwritten: list[bytes] = []
 
     @property
     def id(self) -> str:
@@ -2027,78 +2263,217 @@ class Session:
     def record(self, event: Event) -> None:
         """Append the event's record and wait until it is on disk."""
         if record := event_to_record(event):
-            self._append(record)
+            self.append(record)
 
-    def _append(self, record: Mapping[str, Any]) -> None:
+    def append(self, record: Record) -> None:
+        """Append one record. When the disk refuses it, it is kept in memory and tried again with the next one."""
+        self.folded.apply(record)
+        if self._file is None:
+            return
+        failing = bool(self._unwritten)
+        self._unwritten.append(json.dumps({**record, "time": round(time.time(), 3)}).encode() + b"\n")
         try:
-            os.write(self._file, json.dumps(record, ensure_ascii=True).encode() + b"\n")
-            os.fdatasync(self._file)
+            write_all(self._file, b"".join(self._unwritten))
         except OSError as exc:
-            raise AgentError(
-                f"cannot write the session log {self.path}: {exc.strerror}. Nothing was lost so far."
-            ) from None
+            if not failing:
+                self.notices.append(
+                    f"the session log cannot be written ({exc.strerror}): {self.path}. The session goes on; what"
+                    " happens from now on is kept in memory until there is room, and lost if the program ends before."
+                )
+            return
+        self._unwritten.clear()
+        if failing:
+            self.notices.append("the session log can be written again; nothing is missing in it.")
 
     def close(self) -> None:
-        """Give the log free for other processes."""
+        """Give the log free for other processes. A session in which nothing was said leaves none."""
+        if self._file is None:
+            return
+        if self.path and not self.folded.messages and not self.resumed:
+            self.path.unlink(missing_ok=True)
         os.close(self._file)
+        self._file = None
 
 
 def session_folder(config: Config) -> Path:
     """Where the sessions of a workspace are: by its real path, with a readable beginning."""
-    path = str(config.workspace)
+    path = os.fsencode(config.workspace)
     slug = re.sub(r"[^A-Za-z0-9]+", "-", config.workspace.name)[:40].strip("-") or "root"
-    return (
-        config.state_dir
-        / "sessions"
-        / f"{slug}-{hashlib.sha256(path.encode('utf-8', 'surrogateescape')).hexdigest()[:16]}"
-    )
+    return config.state_dir / "sessions" / f"{slug}-{hashlib.sha256(path).hexdigest()[:16]}"
 
 
-def new_session(config: Config, model: str, system_prompt: str) -> Session:
-    """Begin a session; raises AgentError when the state directory cannot be written."""
-    folder = session_folder(config)
+def _opened(config: Config, model: str) -> dict[str, Any]:
+    """The record of a process that goes on with a session: all that shapes its requests."""
+    settings = {name: getattr(config, name) for name in USER_SETTINGS if name not in ("instructions", "base_url")}
+    tools = [{"name": t.name, "description": t.description, "parameters": t.parameters} for t in TOOLS]
+    return {"type": "opened", "program": __version__, "model": model, "settings": settings, "tools": tools}
+
+
+def _lock(file: int) -> None:
+    """Take an open log for this process; raises AgentError when another one has it."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise AgentError("another agent works in it right now") from None
+    except OSError:
+        pass  # a file system without locks
+
+
+def _create_log(path: Path, records: Iterable[Record]) -> int:
+    """A new log, locked, with these records on disk; raises OSError and leaves nothing then."""
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        _lock(file)
+        write_all(file, b"".join(json.dumps(record).encode() + b"\n" for record in records))
+        sync_directory(path.parent)
+    except OSError:
+        os.close(file)
+        path.unlink(missing_ok=True)
+        raise
+    return file
+
+
+def new_session(
+    config: Config, model: str, system_prompt: str, origin: Folded | None = None, messages: int = 0
+) -> Session:
+    """Begin a session, or fork one: with the first so many messages of `origin`.
+
+    Where the state directory cannot be written, the session is in memory only, and its notices say so.
+    """
     id = f"{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
     header = {
         "type": "session", "version": LOG_VERSION, "id": id, "workspace": str(config.workspace), "model": model,
         "created": datetime.now().astimezone().isoformat(timespec="seconds"), "system": system_prompt,
     }  # fmt: skip
-    path = folder / f"{id}.jsonl"
+    records: list[dict[str, Any]] = [header]
+    if origin:
+        header["forked_from"] = {"id": origin.id, "messages": messages}
+        records += [{"type": "message", "message": message} for message in origin.messages[:messages]]
+        if 0 < origin.checkpoint.covered <= messages:
+            records.append({"type": "compacted", **dataclasses.asdict(origin.checkpoint)})
+    records.append(_opened(config, model))
+    path = session_folder(config) / f"{id}.jsonl"
     try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o600)
+        return Session(fold(records), path, _create_log(path, records), resumed=False)
     except OSError as exc:
-        raise AgentError(
-            f"cannot keep the session in {folder}: {exc.strerror}. Set XDG_STATE_HOME elsewhere."
-        ) from None
-    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    session = Session(path, file, fold([header]), resumed=False)
-    session._append(header)
-    return session
+        session = Session(fold(records), None, None, resumed=False)
+        session.notices.append(
+            f"this session is not kept: {path} cannot be written ({exc.strerror}). Set XDG_STATE_HOME elsewhere."
+        )
+        return session
 
 
 def list_sessions(config: Config) -> list[Path]:
-    """The logs of this workspace, the newest first."""
+    """The logs of this workspace, the one used last first."""
     return sorted(session_folder(config).glob("*.jsonl"), key=lambda path: path.stat().st_mtime_ns, reverse=True)
 
 
-def resume_session(path: Path) -> tuple[Session, str]:
-    """Open a log to go on with it; the text says what had to be dropped, "" as a rule.
+def _open_log(path: Path) -> tuple[int, bool]:
+    """(file, whether it can be written) of a log that is locked now; raises AgentError."""
+    for flags in (os.O_RDWR | os.O_APPEND, os.O_RDONLY):
+        try:
+            file = os.open(path, flags)
+        except OSError as exc:
+            if exc.errno in (errno.EROFS, errno.EACCES) and flags != os.O_RDONLY:
+                continue
+            raise AgentError(exc.strerror or str(exc)) from None
+        try:
+            _lock(file)
+        except AgentError:
+            os.close(file)
+            raise
+        return file, flags != os.O_RDONLY
+    raise AssertionError("unreachable")
 
-    Raises AgentError when it is unreadable or another process has it open.
+
+def _mend_tail(path: Path, file: int, data: bytes, tail: bytes) -> None:
+    """Take what is no record from the end of the log into a file beside it; raises OSError."""
+    if tail:
+        with open(os.open(path.with_suffix(".torn"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "wb") as torn:
+            torn.write(tail)
+        os.ftruncate(file, len(data) - len(tail))
+    if not data[: len(data) - len(tail)].endswith(b"\n"):
+        write_all(file, b"\n")
+
+
+def resume_session(config: Config, model: str, path: Path) -> tuple[Session, list[str]]:
+    """Open a log to go on with it; the texts say what had to be left out.
+
+    Raises AgentError when it is unreadable, belongs elsewhere, or another process has it open.
     """
-    records, dropped = read_log(path)
-    folded = fold(records)
-    file = os.open(path, os.O_RDWR | os.O_APPEND)
+    file, writable = _open_log(path)
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+        with open(os.dup(file), "rb") as source:
+            data = source.read()
+        log = parse_log(data)
+        folded = fold(log.records)
+        if folded.workspace != str(config.workspace):
+            raise AgentError(f"it belongs to {folded.workspace}")
+        if writable:
+            _mend_tail(path, file, data, log.tail)
+    except OSError as exc:
         os.close(file)
-        raise AgentError("another agent works in it right now") from None
-    if dropped:
-        shutil.copy(path, path.with_suffix(".torn"))
-        os.truncate(file, path.stat().st_size - dropped)
-    text = f"{dropped} bytes at the end of the session log were not whole records and were left out" if dropped else ""
-    return Session(path, file, folded, resumed=True), text
+        raise AgentError(exc.strerror or str(exc)) from None
+    except AgentError:
+        os.close(file)
+        raise
+    notes = []
+    if log.tail:
+        notes.append(f"{len(log.tail)} bytes at the end of the session log were no whole record and were left out")
+    if log.damaged or folded.dropped:
+        notes.append(f"{log.damaged + folded.dropped} damaged records of the session log were left out or replaced")
+    if not writable:
+        os.close(file)
+        notes.append(f"{path} cannot be written: the session goes on, but what happens from now on is not kept")
+        return Session(folded, None, None, resumed=True), notes
+    session = Session(folded, path, file, resumed=True)
+    session.append(_opened(config, model))
+    return session, notes
+
+
+def find_session(config: Config, id: str) -> Path:
+    """The log of the session with this id, or this unambiguous beginning or end of it; raises AgentError."""
+    paths = list_sessions(config)
+    found = [path for path in paths if path.stem == id]
+    found = found or [path for path in paths if id and (path.stem.startswith(id) or path.stem.endswith(id))]
+    if len(found) != 1:
+        what = f"{len(found)} sessions fit {id!r}" if found else f"there is no session {id} of {config.workspace}"
+        raise AgentError(f"{what}. --sessions and /sessions list those there are.")
+    return found[0]
+
+
+def delete_session(path: Path) -> None:
+    """Delete a log and what stands beside it; raises AgentError when another process works in it."""
+    file, _ = _open_log(path)
+    try:
+        for suffix in (".jsonl", ".torn", ".trace"):
+            path.with_suffix(suffix).unlink(missing_ok=True)
+    except OSError as exc:
+        raise AgentError(f"cannot delete {path}: {exc.strerror}") from None
+    finally:
+        os.close(file)
+
+
+def prune_sessions(config: Config) -> list[str]:
+    """Bound the disk use: the oldest sessions of this workspace, and all of workspaces long gone; says what went."""
+    notes = []
+    old = list_sessions(config)[KEEP_SESSIONS:]
+    for path in old:
+        with contextlib.suppress(AgentError):
+            delete_session(path)
+    if old:
+        notes.append(
+            f"the {len(old)} oldest sessions of this directory were deleted; the last {KEEP_SESSIONS} are kept"
+        )
+    for folder in (config.state_dir / "sessions").glob("*"):
+        logs = list(folder.glob("*.jsonl"))
+        newest = max((path.stat().st_mtime for path in logs), default=time.time())
+        if time.time() - newest > KEEP_DAYS * 86_400:
+            with contextlib.suppress(AgentError, OSError):
+                if not os.path.exists(fold(read_log(logs[0]).records).workspace):
+                    shutil.rmtree(folder)
+    return notes
 
 
 def open_session(config: Config, model: str, fresh: bool, id: str | None = None) -> tuple[Session, list[str]]:
@@ -2107,22 +2482,98 @@ def open_session(config: Config, model: str, fresh: bool, id: str | None = None)
     Continues the newest session of the workspace, or the one named `id`, unless `fresh`. What cannot be
     continued is left as it is, said, and a new session is begun; a named one raises AgentError instead.
     """
-    notes: list[str] = []
-    for path in [] if fresh else list_sessions(config):
-        if id and path.stem != id:
-            continue
-        try:
-            session, note = resume_session(path)
-        except (AgentError, KeyError, TypeError) as exc:
-            reason = f"cannot continue session {path.stem}: {exc}"
-            if id:
-                raise AgentError(f"{reason}. --sessions lists the others.") from None
-            notes.append(f"{reason}. It is left as it is ({path}); this is a new session.")
-            break
-        return session, [*notes, *filter(None, [note])]
     if id:
-        raise AgentError(f"there is no session {id} of {config.workspace}. --sessions lists those there are.")
-    return new_session(config, model, build_system_prompt(config)), notes
+        path = find_session(config, id)
+        try:
+            return resume_session(config, model, path)
+        except AgentError as exc:
+            raise AgentError(f"cannot continue session {path.stem}: {exc}. --sessions lists the others.") from None
+    notes: list[str] = []
+    for path in list_sessions(config)[: 0 if fresh else 1]:
+        try:
+            return resume_session(config, model, path)
+        except AgentError as exc:
+            notes.append(
+                f"cannot continue session {path.stem}: {exc}. It is left as it is ({path}); this is a new session."
+            )
+    session = new_session(config, model, build_system_prompt(config))
+    if session.path:
+        notes += prune_sessions(config)
+    return session, notes
+
+
+def first_prompt(path: Path) -> str:
+    """The prompt that a session began with, "" when there is none; raises AgentError when it cannot be read."""
+    try:
+        with open(path, "rb") as file:
+            log = parse_log(file.read(FIRST_BYTES))
+    except OSError as exc:
+        raise AgentError(exc.strerror or str(exc)) from None
+    return next((message_text(m) for m in fold(log.records).messages if m["role"] == "user"), "")
+
+
+def describe_sessions(config: Config, words: str = "") -> str:
+    """One line for each session of the workspace, or for each that holds the words: id, last use, size, prompt."""
+    lines = []
+    for path in list_sessions(config):
+        status = path.stat()
+        changed = datetime.fromtimestamp(status.st_mtime).strftime("%Y-%m-%d %H:%M")
+        try:
+            first = first_prompt(path) or "(empty)"
+            if words:
+                texts = [message_text(message) for message in fold(read_log(path).records).messages]
+                first = next((text[max(0, text.lower().find(words.lower()) - 20) :] for text in texts
+                              if words.lower() in text.lower()), "")  # fmt: skip
+                if not first:
+                    continue
+        except AgentError as exc:
+            first = f"(cannot be read: {exc})"
+        lines.append(f"{path.stem}  {changed}  {status.st_size // 1000:6} kB  {one_line(first, 60)}")
+    return "\n".join(lines) or (f"no session holds {words!r}" if words else "no sessions in this directory yet")
+
+
+def prompts_of(messages: Sequence[Message]) -> list[tuple[int, str]]:
+    """(place in the transcript, text) of what the user said."""
+    return [
+        (index, message_text(message))
+        for index, message in enumerate(messages)
+        if message["role"] == "user" and not message_text(message).startswith(FEEDBACK)
+    ]
+
+
+def last_exchange(messages: Sequence[Message]) -> str:
+    """The last prompt and the last words of the model, to be shown when a session goes on."""
+    prompts = prompts_of(messages)
+    if not prompts:
+        return ""
+    index, prompt = prompts[-1]
+    answers = [message_text(m) for m in messages[index:] if m["role"] == "assistant" and message_text(m)]
+    return f"> {clip(prompt, 400, 100)}" + (f"\n{clip(answers[-1], 300, 900)}" if answers else "")
+
+
+def _fenced(text: str) -> str:
+    """The text as a code block of Markdown, whatever it holds."""
+    longest = max((len(run) for run in re.findall(r"`{3,}", text)), default=2)
+    fence = "`" * (longest + 1)
+    return f"{fence}\n{text.rstrip()}\n{fence}"
+
+
+def transcript_markdown(folded: Folded) -> str:
+    """The whole transcript as readable Markdown."""
+    parts = [f"# Session {folded.id}", f"Workspace `{folded.workspace}`, model `{folded.model}`."]
+    for message in folded.messages:
+        text = message_text(message)
+        match message["role"]:
+            case "user" if text.startswith(FEEDBACK):
+                parts.append(f"*{text}*")
+            case "user":
+                parts += ["## User", text]
+            case "assistant":
+                parts += ["## Agent", text] if text else []
+                parts += [f"**{call.name}**\n\n{_fenced(call.arguments)}" for call in message_calls(message)]
+            case "tool":
+                parts.append(f"Result:\n\n{_fenced(text)}")
+    return clean("\n\n".join(parts)) + "\n"
 
 
 # --- Renderers ------------------------------------------------------------------------------------
@@ -2290,8 +2741,10 @@ class Runtime:
     def emit(self, event: Event) -> None:
         """Hand one event to the session log, then to the renderers."""
         self.session.record(event)
-        for sink in self.sinks:
-            sink(event)
+        notices, self.session.notices = [Notice(text) for text in self.session.notices], []
+        for item in [event, *notices]:
+            for sink in self.sinks:
+                sink(item)
 
     async def send(self, prompt: str) -> TurnEnd:
         """Run one turn and return its end."""
@@ -2310,6 +2763,7 @@ class Runtime:
         self.session = session
         self.agent.system_prompt = session.folded.system_prompt
         self.agent.restore(session.folded.messages, session.folded.checkpoint)
+        self.approvals.grants.clear()
         self.emit(SessionStart(session.id, str(self.config.workspace), self.agent.provider.model, session.resumed))
         for event in self.agent.settle():
             self.emit(event)
@@ -2323,21 +2777,6 @@ def command(function: Command) -> Command:
     """Make a function `name_command` the slash command /name; its docstring is the help."""
     COMMANDS["/" + function.__name__.removesuffix("_command")] = function
     return function
-
-
-def describe_sessions(config: Config) -> str:
-    """One line for each session of the workspace: id, time of its last change, first prompt."""
-    lines = []
-    for path in list_sessions(config):
-        changed = datetime.fromtimestamp(path.stat().st_mtime).strftime("%Y-%m-%d %H:%M")
-        try:
-            messages = fold(read_log(path)[0]).messages
-        except (AgentError, KeyError, TypeError):
-            lines.append(f"{path.stem}  {changed}  (cannot be read)")
-            continue
-        first = next((message_text(m) for m in messages if m["role"] == "user"), "(empty)")
-        lines.append(f"{path.stem}  {changed}  {len(messages):4} messages  {one_line(first, 60)}")
-    return "\n".join(lines) or "no sessions in this directory yet"
 
 
 @command
@@ -2359,7 +2798,9 @@ async def compact_command(runtime: Runtime, rest: str) -> str:
     """Replace the older half of the conversation by a summary."""
     runtime.agent.interrupt.clear()
     try:
-        runtime.emit(await runtime.agent.compact())
+        async with aclosing(runtime.agent.compact()) as events:
+            async for event in events:
+                runtime.emit(event)
     except (ProviderError, Interrupted) as exc:
         return f"not compacted: {exc or 'interrupted'}"
     return ""
@@ -2387,24 +2828,86 @@ async def approvals_command(runtime: Runtime, rest: str) -> str:
 
 @command
 async def sessions_command(runtime: Runtime, rest: str) -> str:
-    """List the sessions of this directory."""
-    return describe_sessions(runtime.config)
+    """List the sessions of this directory: /sessions [WORDS THEY HOLD], /sessions delete ID."""
+    action, _, id = rest.partition(" ")
+    if action != "delete":
+        return describe_sessions(runtime.config, rest)
+    try:
+        path = find_session(runtime.config, id.strip())
+        if path == runtime.session.path:
+            return "that is this session; /reset erases it"
+        delete_session(path)
+    except AgentError as exc:
+        return f"not deleted: {exc}"
+    return f"session {path.stem} is deleted"
+
+
+async def _continue(runtime: Runtime, id: str) -> str:
+    """Go on with another session; the present one is left only when that is possible."""
+    try:
+        path = find_session(runtime.config, id)
+        if path == runtime.session.path:
+            return "that is this session"
+        session, notes = resume_session(runtime.config, runtime.agent.provider.model, path)
+    except AgentError as exc:
+        return f"cannot continue session {id}: {exc}"
+    runtime.start(session)
+    return "\n".join([*notes, last_exchange(session.folded.messages)])
 
 
 @command
 async def session_command(runtime: Runtime, rest: str) -> str:
-    """Go on with another session of this directory: /session ID."""
-    path = session_folder(runtime.config) / f"{rest}.jsonl"
-    if not rest or path not in list_sessions(runtime.config):
-        return f"there is no session {rest!r}. /sessions lists those there are."
-    if rest == runtime.session.id:
-        return "that is this session"
+    """Show which session this is, or go on with another one: /session ID."""
+    if rest:
+        return await _continue(runtime, rest)
+    folded = runtime.session.folded
+    return f"session {folded.id}, {len(folded.messages)} messages, {runtime.session.path or 'in memory only'}"
+
+
+@command
+async def resume_command(runtime: Runtime, rest: str) -> str:
+    """List the sessions of this directory, or go on with one of them: /resume NUMBER or ID."""
+    lines = describe_sessions(runtime.config).splitlines()
+    if not rest:
+        return "\n".join(f"{number:3}  {line}" for number, line in enumerate(lines, 1))
+    if rest.isdecimal() and 1 <= int(rest) <= len(lines):
+        rest = lines[int(rest) - 1].split()[0]
+    return await _continue(runtime, rest)
+
+
+@command
+async def reset_command(runtime: Runtime, rest: str) -> str:
+    """Erase this session and begin a new one; the files stay as they are."""
+    old = runtime.session.path
+    runtime.start(new_session(runtime.config, runtime.agent.provider.model, build_system_prompt(runtime.config)))
+    if old and old.exists():
+        delete_session(old)
+    return f"the old session is erased; this is session {runtime.session.id}"
+
+
+@command
+async def fork_command(runtime: Runtime, rest: str) -> str:
+    """List your prompts, or go on in a new session from before one of them: /fork NUMBER."""
+    folded = runtime.session.folded
+    prompts = prompts_of(folded.messages)
+    if not (rest.isdecimal() and 1 <= int(rest) <= len(prompts)):
+        lines = [f"{number:3}  {one_line(text, 80)}" for number, (_, text) in enumerate(prompts, 1)]
+        return "\n".join(lines) or "nothing was said yet"
+    index, text = prompts[int(rest) - 1]
+    runtime.start(new_session(runtime.config, runtime.agent.provider.model, folded.system_prompt, folded, index))
+    return f"session {runtime.session.id} goes on from before: {one_line(text)}\nThe files are as they were."
+
+
+@command
+async def export_command(runtime: Runtime, rest: str) -> str:
+    """Write this session as Markdown: /export [FILE]."""
+    path = runtime.config.workspace / (rest or f"session-{runtime.session.id}.md")
     try:
-        session, note = resume_session(path)
-    except AgentError as exc:
-        return f"cannot continue session {rest}: {exc}"
-    runtime.start(session)
-    return note
+        with open(path, "x", encoding="utf-8", errors="replace") as file:
+            file.write(transcript_markdown(runtime.session.folded))
+    except OSError as exc:
+        return f"cannot write {path}: {exc.strerror}"
+    return f"written: {path}"
 
 
 @command
@@ -2677,6 +3180,8 @@ def choose_provider(config: Config, ask: Callable[[str], bool]) -> HttpProvider:
 def build_runtime(config: Config, provider: Provider, fresh: bool, session_id: str | None) -> tuple[Runtime, list[str]]:
     """Put all parts together; the texts are for the user."""
     session, notes = open_session(config, provider.model, fresh, session_id)
+    notes += session.notices
+    session.notices.clear()
     why_not = "it is switched off" if config.sandbox == "off" else probe_sandbox(config.workspace, config.state_dir)
     if why_not and config.sandbox == "on":
         raise AgentError(f"the sandbox does not work here: {why_not}. --sandbox off runs without it.")
