@@ -2473,18 +2473,17 @@ class Repl:
             self.renderer.line(note, "yellow")
         fresh = not runtime.agent.messages
         self.renderer.line(self._greeting(), "dim")
-        with _on_signals(asyncio.get_running_loop(), runtime.agent.interrupt.set):
-            while not runtime.leaving:
-                try:
-                    with patch_stdout(raw=True):
-                        line = await prompts.prompt_async("> ")
-                except KeyboardInterrupt:
-                    self.renderer.line("Ctrl-D or /exit leaves", "dim")
-                    continue
-                except EOFError:
-                    break
-                await self._handle(line, fresh)
-                fresh = False
+        while not runtime.leaving:
+            try:
+                with patch_stdout(raw=True):
+                    line = await prompts.prompt_async("> ")
+            except KeyboardInterrupt:
+                self.renderer.line("Ctrl-D or /exit leaves", "dim")
+                continue
+            except EOFError:
+                break
+            await self._handle(line, fresh)
+            fresh = False
         self.renderer.line(f"Continue with: {command_to_return(runtime.config)}", "dim")
         return 0
 
@@ -2534,7 +2533,8 @@ class Repl:
             if output:
                 self.renderer.line(output, "none")
         elif text or fresh:
-            await self.runtime.send(text or FIRST_PROMPT)
+            with _on_signals(asyncio.get_running_loop(), self.runtime.agent.interrupt.set):
+                await self.runtime.send(text or FIRST_PROMPT)
 
     async def _ask(self, tool: Tool, preview: str) -> str:
         """Put an approval question; anything that is not a yes is a no, and words are its reason."""
