@@ -17,7 +17,7 @@ the list of messages and only grows; the *view* is what is sent of it. *Events* 
 yields; *sinks* (renderers, the session log) take them, and decide nothing.
 
 Sections: Errors and interruption, Configuration, Messages, Events, Text, Workspace, Sandbox, Tools, Approval,
-Provider, Embedded model, Context, Agent, Session, Renderers, Slash commands, REPL, Headless, Command line.
+Provider, Context, Agent, Session, Renderers, Slash commands, REPL, Headless, Command line.
 
 Read `Agent.turn` first: it is the whole control flow. `build_runtime` wires all parts together.
 """
