@@ -753,8 +753,8 @@ def probe_sandbox(workspace: Path, state_dir: Path) -> str:
         return "bubblewrap is not installed"
     outside = state_dir / "probe"
     test = f"touch {shlex.quote(str(outside))} 2>/dev/null && echo writes outside the workspace are possible; echo ran"
-    argv = sandboxed(["sh", "-c", test], workspace, state_dir, network=False)
     try:
+        argv = sandboxed(["sh", "-c", test], workspace, state_dir, network=False)
         done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired) as exc:
         return str(exc)
@@ -1846,7 +1846,7 @@ class Agent:
                         async for event in compacting:
                             yield event
                     continue
-                if reply.text or reply.tool_calls:
+                if reply.text.strip() or reply.tool_calls:
                     yield self._add(reply.message)
                 async with aclosing(self._run_calls(reply)) as running:
                     async for event in running:
@@ -2178,7 +2178,7 @@ def event_to_record(event: Event) -> dict[str, Any] | None:
                 "finish_reason": reply.finish_reason if reply else None,
                 "usage": dataclasses.asdict(reply.usage) if reply and reply.usage else None,
             }  # fmt: skip
-            if reply and (purpose == "summary" or not (reply.text or reply.tool_calls)):
+            if reply and (purpose == "summary" or not (reply.text.strip() or reply.tool_calls)):
                 record["message"] = reply.message
             return record
         case Compacted():
