@@ -16,8 +16,8 @@ returns), and a turn of *steps* (one reply of the model and the tool calls it as
 the list of messages and only grows; the *view* is what is sent of it. *Events* are facts that the loop
 yields; *sinks* (renderers, the session log) take them, and decide nothing.
 
-Sections: Errors and interruption, Configuration, Messages, Events, Text, Workspace, Sandbox, Tools, Approval,
-Provider, Context, Agent, Session, Renderers, Slash commands, REPL, Headless, Command line.
+Sections: Errors and interruption, Configuration, Messages, Events, Text, Workspace, Snapshots, Sandbox, Tools,
+Approval, Provider, Context, Agent, Session, Undo, Renderers, Slash commands, REPL, Headless, Command line.
 
 Read `Agent.turn` first: it is the whole control flow. `build_runtime` wires all parts together.
 """
@@ -48,6 +48,7 @@ import sys
 import tempfile
 import time
 import tomllib
+import zlib
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -718,6 +719,474 @@ class Workspace:
             with contextlib.suppress(OSError):
                 os.unlink(temporary)
             raise ToolError(f"{self.relative(path)}: {exc.strerror}.") from None
+
+
+# --- Snapshots ------------------------------------------------------------------------------------
+# The state of the workspace, kept outside of it, so that whatever changed it can be taken back. A store of our own
+# and not git's: it needs no git and obeys no configuration, filter or hook, and it keeps what git drops: all mode
+# bits, empty directories, files inside nested repositories. Content is stored compressed under its hash; a
+# directory is an object that lists its entries, so what did not change costs nothing.
+# Covered: content, names (any bytes), modes and symbolic links, also of files that git ignores.
+# Not covered: .git itself; files over 50 MB; folders that tools fill and can fill again (node_modules,
+# __pycache__, those with a CACHEDIR.TAG or pyvenv.cfg); owners, times, extended attributes, hard links, devices,
+# sockets; a program that swaps directories for links while files are put back.
+
+MAX_FILE_BYTES = 50_000_000
+MAX_ENTRIES = 200_000  # in one workspace
+MAX_NEW_BYTES = 2_000_000_000  # that one snapshot adds
+MAX_STORE_BYTES = 1_000_000_000  # of one workspace, compressed: beyond it the oldest snapshots are forgotten
+MIN_FREE_BYTES = 200_000_000  # left on the disk of the store
+MAX_DEPTH = 200
+SETTLED_NS = 2_000_000_000  # a file changed less long ago than this is read again: clocks of file systems are coarse
+SYNC_EACH = 200  # new objects that are synced one by one; more of them: the whole system once
+UNFINISHED_S = 3600  # objects younger than this may belong to a snapshot that another process is taking
+
+REBUILT = ("node_modules", "__pycache__")
+REBUILT_MARKS = ("CACHEDIR.TAG", "pyvenv.cfg")
+
+
+class SnapshotError(AgentError):
+    """The workspace cannot be saved, or not be brought back."""
+
+
+class Entry(NamedTuple):
+    """One name in a directory. `kind`: f(ile), l(ink), d(irectory), or x: seen, but its content is not covered.
+
+    `mode`: the permission bits of a file. `content`: the object's name, a link's target, or a text that changes
+    when an uncovered file does.
+    """
+
+    kind: str
+    mode: int
+    content: str
+
+
+class Tree(NamedTuple):
+    """A directory: its permission bits and its entries by name."""
+
+    mode: int
+    entries: dict[str, Entry]
+
+
+@dataclass
+class Restored:
+    """What going back did: the paths that were brought back, and those left alone with the reason.
+
+    `force`: also what was changed since is to be brought back.
+    """
+
+    force: bool = False
+    done: list[str] = field(default_factory=list)
+    kept: list[tuple[str, str]] = field(default_factory=list)
+
+
+def _entry_data(tree: Tree) -> bytes:
+    return json.dumps([tree.mode, sorted((name, *entry) for name, entry in tree.entries.items())]).encode()
+
+
+def _open_directory(name: str, parent: int | None = None) -> int:
+    """Open a directory, never through a link; one that its owner locked is unlocked (the caller sets its mode)."""
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+    try:
+        return os.open(name, flags, dir_fd=parent)
+    except PermissionError:
+        os.chmod(name, 0o700, dir_fd=parent)
+        return os.open(name, flags, dir_fd=parent)
+
+
+def _read_file(name: str, parent: int) -> bytes:
+    """The content of a regular file, also of one that its owner made unreadable; raises OSError."""
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+    try:
+        file = os.open(name, flags, dir_fd=parent)
+    except PermissionError:
+        mode = stat.S_IMODE(os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode)
+        os.chmod(name, mode | stat.S_IRUSR, dir_fd=parent)
+        try:
+            file = os.open(name, flags, dir_fd=parent)
+        finally:
+            os.chmod(name, mode, dir_fd=parent)
+    with open(file, "rb") as source:
+        return source.read(MAX_FILE_BYTES + 1)
+
+
+class SnapshotStore:
+    """The snapshots of one workspace, in `folder`. A snapshot is named by the hash of its tree.
+
+    `owner`: the session that snapshots are taken for; they are forgotten with it.
+    """
+
+    def __init__(self, folder: Path, root: Path, state_dir: Path, owner: str = "") -> None:
+        self.folder = folder
+        self.root = root
+        self.state_dir = state_dir
+        self.owner = owner
+        self._index: dict[str, list[Any]] | None = None  # path -> [signature, object]: files not to be read again
+        self._directories: set[str] = set()  # covered last time: a mark that appears in one does not change that
+        self._size = 0  # of the objects, as far as this store knows
+        self._begin(lambda: False)
+
+    def _begin(self, stop: Callable[[], bool]) -> None:
+        """Forget what the last taking counted and saw."""
+        self._stop = stop
+        self._started_ns = time.time_ns()
+        self._new_bytes = self._new_objects = self._entries = 0
+        self._seen: dict[str, list[Any]] = {}
+        self._seen_directories: set[str] = set()
+
+    # Objects
+
+    def _path(self, name: str) -> Path:
+        return self.folder / "objects" / name[:2] / name[2:]
+
+    def _put(self, data: bytes) -> str:
+        """Store data under its hash and return that."""
+        name = hashlib.blake2b(data, digest_size=20).hexdigest()
+        path = self._path(name)
+        if path.exists():
+            return name
+        packed = zlib.compress(data, 1)
+        self._new_bytes += len(packed)
+        self._new_objects += 1
+        if self._new_bytes > MAX_NEW_BYTES:
+            raise SnapshotError(f"it would take more than {MAX_NEW_BYTES // 10**9} GB")
+        if self._new_objects % 1000 == 1 or len(packed) > 1_000_000:
+            free = shutil.disk_usage(self.folder).free
+            if free < MIN_FREE_BYTES:
+                raise SnapshotError(f"only {free // 10**6} MB are free on the disk of {self.folder}")
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        handle, temporary = tempfile.mkstemp(dir=path.parent)
+        try:
+            with open(handle, "wb") as file:
+                file.write(packed)
+                file.flush()
+                if self._new_objects <= SYNC_EACH:
+                    os.fdatasync(file.fileno())
+            os.replace(temporary, path)
+        except OSError:
+            os.unlink(temporary)
+            raise
+        return name
+
+    def get(self, name: str) -> bytes:
+        """The data of an object; raises SnapshotError when it is gone or damaged."""
+        try:
+            data = zlib.decompress(self._path(name).read_bytes())
+        except (OSError, zlib.error):
+            data = b""
+        if hashlib.blake2b(data, digest_size=20).hexdigest() != name:
+            raise SnapshotError("its saved content is gone")
+        return data
+
+    def tree(self, name: str) -> Tree:
+        """The directory that an object lists; raises SnapshotError."""
+        mode, entries = json.loads(self.get(name))
+        return Tree(mode, {entry: Entry(*fields) for entry, *fields in entries})
+
+    # Taking
+
+    def take(self, stop: Callable[[], bool] = lambda: False) -> str:
+        """Save the workspace and return the name of its tree. Raises SnapshotError, or Interrupted when `stop` says so.
+
+        What cannot be read is noted as not covered.
+        """
+        self._begin(stop)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._load_index()
+            directory = _open_directory(str(self.root))
+            try:
+                name = self._scan(directory, "", os.fstat(directory), 0)
+            finally:
+                os.close(directory)
+            if name is None:
+                raise SnapshotError("the workspace is the agent's own state directory")
+            if self._new_objects > SYNC_EACH:
+                os.sync()
+            self._note_root(name)
+            self._save_index()
+        except OSError as exc:
+            raise SnapshotError(f"{exc.strerror}: {exc.filename or self.folder}") from None
+        if self._size > MAX_STORE_BYTES:
+            self.sweep()
+        return name
+
+    def _scan(self, directory: int, path: str, status: os.stat_result, depth: int) -> str | None:
+        """Save an open directory; returns its object, None when it is not covered."""
+        if self._stop():
+            raise Interrupted
+        found = list(os.scandir(directory))
+        self._entries += len(found)
+        if self._entries > MAX_ENTRIES:
+            raise SnapshotError(f"the workspace holds more than {MAX_ENTRIES} files")
+        rebuilt = any(entry.name in REBUILT_MARKS for entry in found) and path and path not in self._directories
+        if rebuilt or depth > MAX_DEPTH or self._is_state(status):
+            return None
+        self._seen_directories.add(path)
+        entries = {}
+        for entry in found:
+            try:
+                if saved := self._save(directory, path, entry, depth):
+                    entries[entry.name] = saved
+            except OSError as exc:
+                if exc.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):  # it went, or became something else
+                    raise
+        return self._put(_entry_data(Tree(stat.S_IMODE(status.st_mode), entries)))
+
+    def _is_state(self, status: os.stat_result) -> bool:
+        """Whether this is our own state directory, for a workspace that contains it."""
+        with contextlib.suppress(OSError):
+            return os.path.samestat(status, os.stat(self.state_dir))
+        return False
+
+    def _save(self, directory: int, path: str, entry: os.DirEntry[str], depth: int) -> Entry | None:
+        """Save what one name stands for; None when snapshots do not cover it."""
+        status = entry.stat(follow_symlinks=False)
+        mode, where = stat.S_IMODE(status.st_mode), f"{path}/{entry.name}"
+        if entry.name == ".git":
+            return None
+        if stat.S_ISLNK(status.st_mode):
+            return Entry("l", 0, os.readlink(entry.name, dir_fd=directory))
+        if stat.S_ISREG(status.st_mode):
+            return self._save_file(directory, entry.name, where, status)
+        if not stat.S_ISDIR(status.st_mode) or entry.name in REBUILT:
+            return None
+        try:
+            child = _open_directory(entry.name, directory)
+        except PermissionError:
+            return Entry("x", mode, "unreadable")
+        try:
+            name = self._scan(child, where, status, depth + 1)
+        finally:
+            if stat.S_IMODE(os.fstat(child).st_mode) != mode:
+                os.fchmod(child, mode)
+            os.close(child)
+        return Entry("d", 0, name) if name else None
+
+    def _save_file(self, directory: int, name: str, where: str, status: os.stat_result) -> Entry:
+        """Save a file, without reading it when it is the one that the index knows."""
+        mode = stat.S_IMODE(status.st_mode)
+        signature = [status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
+        known = self._index.get(where) if self._index else None
+        if known and known[0] == signature and os.path.exists(self._path(known[1])):
+            self._seen[where] = known
+            return Entry("f", mode, known[1])
+        uncovered = Entry("x", mode, f"{status.st_size} {status.st_mtime_ns}")
+        if status.st_size > MAX_FILE_BYTES:
+            return uncovered
+        try:
+            data = _read_file(name, directory)
+        except OSError:
+            return uncovered
+        if len(data) > MAX_FILE_BYTES:
+            return uncovered
+        content = self._put(data)
+        if max(status.st_mtime_ns, status.st_ctime_ns) < self._started_ns - SETTLED_NS:
+            self._seen[where] = [signature, content]
+        return Entry("f", mode, content)
+
+    def _load_index(self) -> None:
+        if self._index is not None:
+            return
+        self._index = {}
+        with contextlib.suppress(OSError, ValueError, zlib.error):
+            saved = json.loads(zlib.decompress((self.folder / "index").read_bytes()))
+            self._size, self._directories, self._index = saved[0], set(saved[1]), saved[2]
+
+    def _save_index(self) -> None:
+        """Keep the index on disk for the next process; it is only a cache."""
+        self._size += self._new_bytes
+        if self._seen == self._index and self._seen_directories == self._directories and not self._new_objects:
+            return
+        self._index, self._directories = self._seen, self._seen_directories
+        data = zlib.compress(json.dumps([self._size, sorted(self._directories), self._index]).encode(), 1)
+        handle, temporary = tempfile.mkstemp(dir=self.folder)
+        with open(handle, "wb") as file:
+            file.write(data)
+        os.replace(temporary, self.folder / "index")
+
+    # Forgetting
+
+    def _note_root(self, name: str) -> None:
+        """Remember that the owner needs this tree; the file's time says since when."""
+        roots = self.folder / "roots"
+        roots.mkdir(exist_ok=True, mode=0o700)
+        (roots / f"{name}.{self.owner}").touch(mode=0o600)
+
+    def _mark(self, name: str, marked: set[str]) -> int:
+        """Add an object and all below it to `marked`; returns the bytes that this added."""
+        if name in marked:
+            return 0
+        marked.add(name)
+        try:
+            size = self._path(name).stat().st_size
+            entries = self.tree(name).entries
+        except (OSError, SnapshotError):
+            return 0
+        for kind, _, content in entries.values():
+            if kind == "d":
+                size += self._mark(content, marked)
+            elif kind == "f" and content not in marked:
+                marked.add(content)
+                with contextlib.suppress(OSError):
+                    size += self._path(content).stat().st_size
+        return size
+
+    def sweep(self) -> None:
+        """Forget the oldest snapshots until the store is half empty, and delete what none of the rest needs."""
+        roots = sorted((self.folder / "roots").glob("*"), key=lambda path: path.stat().st_mtime_ns, reverse=True)
+        marked: set[str] = set()
+        total = 0
+        for index, root in enumerate(roots):
+            trial = set(marked)
+            added = self._mark(root.name.partition(".")[0], trial)
+            if index and total + added > MAX_STORE_BYTES // 2:
+                for old in roots[index:]:
+                    old.unlink(missing_ok=True)
+                break
+            marked, total = trial, total + added
+        for path in (self.folder / "objects").glob("*/*"):
+            with contextlib.suppress(OSError):
+                if path.parent.name + path.name not in marked and path.stat().st_mtime < time.time() - UNFINISHED_S:
+                    path.unlink()
+        self._size = total
+
+    def forget_owner(self) -> None:
+        """Delete the snapshots that only this owner needs."""
+        for root in (self.folder / "roots").glob(f"*.{self.owner}"):
+            root.unlink(missing_ok=True)
+        self.sweep()
+
+    # Comparing and going back
+
+    def differences(self, old: str, new: str) -> Iterator[tuple[str, Entry | None, Entry | None]]:
+        """(path, entry before, entry after) of all that differs between two trees, sorted; raises SnapshotError."""
+        yield from self._differences(self.tree(old), self.tree(new), "")
+
+    def _differences(self, old: Tree, new: Tree, path: str) -> Iterator[tuple[str, Entry | None, Entry | None]]:
+        for name in sorted(old.entries.keys() | new.entries.keys()):
+            was, now = old.entries.get(name), new.entries.get(name)
+            if was == now:
+                continue
+            if not (was and now and was.kind == now.kind == "d"):
+                yield path + name, was, now
+            below = [self._tree_of(entry) or Tree(0, {}) for entry in (was, now)]
+            yield from self._differences(below[0], below[1], f"{path}{name}/")
+
+    def _tree_of(self, entry: Entry | None) -> Tree | None:
+        return self.tree(entry.content) if entry and entry.kind == "d" else None
+
+    def restore(self, live: str, old: str, new: str, force: bool = False) -> Restored:
+        """Take back what led from tree `new` to tree `old` in the workspace, whose state is `live`.
+
+        Only names that differ between `old` and `new` are looked at. One that was changed since `old` is left
+        alone, unless `force`. Raises SnapshotError before anything is changed when a tree is gone.
+        """
+        restored = Restored(force)
+        trees = self.tree(live), self.tree(old), self.tree(new)
+        try:
+            directory = _open_directory(str(self.root))
+            try:
+                self._restore(directory, "", *trees, restored)
+            finally:
+                os.close(directory)
+        except OSError as exc:
+            restored.kept.append((".", exc.strerror or str(exc)))
+        return restored
+
+    def _restore(self, directory: int, path: str, live: Tree, old: Tree, new: Tree, restored: Restored) -> None:
+        """Go back in one open directory, and set its mode last."""
+        mode = new.mode if old.mode != new.mode and (restored.force or live.mode in (old.mode, new.mode)) else live.mode
+        if live.mode & 0o700 != 0o700:
+            os.fchmod(directory, live.mode | 0o700)
+        for name in sorted(old.entries.keys() | new.entries.keys()):
+            was, goal, now = old.entries.get(name), new.entries.get(name), live.entries.get(name)
+            if goal in (was, now):
+                continue
+            try:
+                self._restore_entry(directory, f"{path}{name}", name, now, was, goal, restored)
+            except OSError as exc:
+                restored.kept.append((path + name, exc.strerror or str(exc)))
+            except SnapshotError as exc:
+                restored.kept.append((path + name, str(exc)))
+        if mode != stat.S_IMODE(os.fstat(directory).st_mode):
+            os.fchmod(directory, mode)
+        if mode != live.mode:
+            restored.done.append(path or "./")
+
+    def _restore_entry(
+        self, directory: int, path: str, name: str, now: Entry | None, was: Entry | None, goal: Entry | None,
+        restored: Restored,
+    ) -> None:  # fmt: skip
+        """Bring one name from `now` to `goal`, if it is as it `was`; raises OSError and SnapshotError."""
+        live, old, new = self._tree_of(now), self._tree_of(was), self._tree_of(goal)
+        if live and (new or old or restored.force):  # what is in it may be mended in part
+            empty = Tree(live.mode, {})
+            since = live if restored.force and not new else old or empty
+            child = _open_directory(name, directory)
+            try:
+                self._restore(child, path + "/", live, since, new or empty, restored)
+            finally:
+                os.close(child)
+            if new:
+                return
+            try:
+                os.rmdir(name, dir_fd=directory)
+            except OSError as exc:
+                if exc.errno != errno.ENOTEMPTY:
+                    raise
+                raise SnapshotError("it holds files that were made since, or that snapshots do not cover") from None
+        elif now != was and not restored.force:
+            raise SnapshotError("it was changed since")
+        elif now and now.kind == "x":
+            raise SnapshotError("its content is not covered, so it cannot be brought back later")
+        self._replace(directory, path, name, None if live else now, goal, restored)
+        restored.done.append(path)
+
+    def _replace(
+        self, directory: int, path: str, name: str, now: Entry | None, goal: Entry | None, restored: Restored
+    ) -> None:
+        """Put `goal` in the place of a file, a link or nothing, in one step; raises OSError and SnapshotError."""
+        if goal is None:
+            if now:
+                os.unlink(name, dir_fd=directory)
+        elif goal.kind == "x":
+            raise SnapshotError("its content was not covered")
+        elif goal.kind == "d":
+            tree = self.tree(goal.content)
+            if now:
+                os.unlink(name, dir_fd=directory)
+            os.mkdir(name, 0o700, dir_fd=directory)
+            child = _open_directory(name, directory)
+            try:
+                nothing = Tree(tree.mode, {})
+                self._restore(child, path + "/", nothing, nothing, tree, restored)
+            finally:
+                os.close(child)
+        elif now and now.kind == goal.kind == "f" and now.content == goal.content:
+            os.chmod(name, goal.mode, dir_fd=directory)
+        else:
+            self._put_back(directory, name, goal)
+
+    def _put_back(self, directory: int, name: str, goal: Entry) -> None:
+        """Make a file or a link beside its place and move it there."""
+        data = self.get(goal.content) if goal.kind == "f" else b""
+        temporary = f".agent-{secrets.token_hex(6)}"
+        try:
+            if goal.kind == "l":
+                os.symlink(goal.content, temporary, dir_fd=directory)
+            else:
+                flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+                with open(os.open(temporary, flags, 0o600, dir_fd=directory), "wb") as file:
+                    file.write(data)
+                    file.flush()
+                    os.fchmod(file.fileno(), goal.mode)
+                    os.fdatasync(file.fileno())
+            os.replace(temporary, name, src_dir_fd=directory, dst_dir_fd=directory)
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary, dir_fd=directory)
+            raise
 
 
 # --- Sandbox --------------------------------------------------------------------------------------
@@ -1874,6 +2343,10 @@ class Agent:
         for call in unanswered(self.messages):
             yield self._add(tool_message(call, ToolResult(NOT_EXECUTED, is_error=True)))
 
+    def note(self, text: str) -> MessageAdded:
+        """Let the model know, with the next request, what happened outside of a turn."""
+        return self._add(feedback_message(text))
+
     def _add(self, message: Message) -> MessageAdded:
         """The only place where the transcript grows."""
         self.messages.append(message)
@@ -2045,7 +2518,7 @@ def build_system_prompt(config: Config) -> str:
 #   compacted   covered, summary, tokens_before, tokens_after                 the view was compacted
 #   snapshot    why, tree                                                     the workspace, before a turn, an undo or
 #                                                                             a redo changes it
-#   changed     tree                                                          the workspace after that
+#   changed     tree, kept                                                    the workspace after that
 #   turn_end    reason, error, usage, steps, elapsed_s                        a turn ended
 #
 # Covered: a torn or zeroed tail is set aside and said; damaged lines are skipped and said; a full or read-only disk
@@ -2089,8 +2562,12 @@ class Folded:
     """Undos, the latest last."""
     dropped: int = 0
     """Records that made no sense where they stood, and were left out."""
-    _open_change: list[Change] | None = None
+    left: tuple[str, Change] | None = None
+    """("undo" or "redo", the change) when the last one left files alone because they were changed since."""
+    changing: list[Change] | None = None
     """The list whose last change waits for its tree afterwards."""
+    _going: tuple[str, Change] | None = None
+    """What an undo or redo that has begun takes back."""
 
     def apply(self, record: Record) -> None:
         """Take the next record."""
@@ -2104,8 +2581,8 @@ class Folded:
                 self.checkpoint = Checkpoint(covered, summary)
             case {"type": "snapshot", "why": str(why), "tree": str(tree)}:
                 self._begin_change(why, tree)
-            case {"type": "changed", "tree": str(tree)}:
-                self._end_change(tree)
+            case {"type": "changed", "tree": str(tree), "kept": int(kept)}:
+                self._end_change(tree, kept)
             case {"type": "message" | "compacted" | "snapshot" | "changed" | "session"}:
                 self.dropped += 1
 
@@ -2122,24 +2599,31 @@ class Folded:
         self.messages.append(message)
 
     def _begin_change(self, why: str, tree: str) -> None:
-        """An undo takes the last change from `undoable` and is itself redoable, and the other way round."""
-        source, target = (self.undoable, self.redoable) if why == "undo" else (self.redoable, self.undoable)
-        if why != "turn" and source:
-            source.pop()
-        target.append(Change(why, tree, None, len(self.messages)))
-        self._open_change = target
+        """An undo takes the last change from `undoable` and is itself redoable, and the other way round.
 
-    def _end_change(self, tree: str) -> None:
+        "undo-rest" and "redo-rest" go on with what the step before left alone.
+        """
+        direction, _, rest = why.partition("-")
+        source, target = (self.undoable, self.redoable) if direction == "undo" else (self.redoable, self.undoable)
+        self._going = self.left if rest else None
+        if direction != "turn" and not rest and source:
+            self._going = (direction, source.pop())
+        target.append(Change(why, tree, None, len(self.messages)))
+        self.left, self.changing = None, target
+
+    def _end_change(self, tree: str, kept: int) -> None:
         """Note the tree afterwards; a turn that changed nothing is forgotten, one that did ends what is redoable."""
-        changes, self._open_change = self._open_change, None
+        changes, self.changing = self.changing, None
         if not changes:
             self.dropped += 1
-        elif changes[-1].why == "turn" and changes[-1].before == tree:
+            return
+        self.left = self._going if kept else None
+        if changes[-1].before == tree and changes[-1].why == "turn":
             changes.pop()
-        else:
-            changes[-1] = dataclasses.replace(changes[-1], after=tree)
-            if changes[-1].why == "turn":
-                self.redoable.clear()
+            return
+        changes[-1] = dataclasses.replace(changes[-1], after=tree)
+        if changes[-1].why == "turn":
+            self.redoable.clear()
 
 
 def fold(records: Iterable[Record]) -> Folded:
@@ -2443,12 +2927,18 @@ def find_session(config: Config, id: str) -> Path:
     return found[0]
 
 
-def delete_session(path: Path) -> None:
-    """Delete a log and what stands beside it; raises AgentError when another process works in it."""
+def snapshot_store(config: Config, session_id: str) -> SnapshotStore:
+    """The snapshots of the workspace, taken for this session."""
+    return SnapshotStore(session_folder(config) / "snapshots", config.workspace, config.state_dir, session_id)
+
+
+def delete_session(config: Config, path: Path) -> None:
+    """Delete a log, its snapshots and what stands beside it; raises AgentError when another process works in it."""
     file, _ = _open_log(path)
     try:
         for suffix in (".jsonl", ".torn", ".trace"):
             path.with_suffix(suffix).unlink(missing_ok=True)
+        snapshot_store(config, path.stem).forget_owner()
     except OSError as exc:
         raise AgentError(f"cannot delete {path}: {exc.strerror}") from None
     finally:
@@ -2461,7 +2951,7 @@ def prune_sessions(config: Config) -> list[str]:
     old = list_sessions(config)[KEEP_SESSIONS:]
     for path in old:
         with contextlib.suppress(AgentError):
-            delete_session(path)
+            delete_session(config, path)
     if old:
         notes.append(
             f"the {len(old)} oldest sessions of this directory were deleted; the last {KEEP_SESSIONS} are kept"
@@ -2574,6 +3064,81 @@ def transcript_markdown(folded: Folded) -> str:
             case "tool":
                 parts.append(f"Result:\n\n{_fenced(text)}")
     return clean("\n\n".join(parts)) + "\n"
+
+
+# --- Undo -----------------------------------------------------------------------------------------
+# Goes back to what the workspace was before a turn, and forward again. The snapshots are records of the session
+# log, so it survives a restart; an undo is itself a change, and redo takes it back.
+
+
+class Undo:
+    """The changes of one session. Every method may take as long as a snapshot takes; run them in a thread."""
+
+    def __init__(self, session: Session, store: SnapshotStore) -> None:
+        self.session = session
+        self.store = store
+
+    def take(self, stop: Callable[[], bool] = lambda: False) -> str:
+        """Save the workspace as it is; raises SnapshotError, Interrupted."""
+        return self.store.take(stop)
+
+    def begin(self, why: str, tree: str) -> None:
+        """Record that the workspace is about to be changed."""
+        self.session.append({"type": "snapshot", "why": why, "tree": tree})
+
+    def end(self, tree: str, kept: int = 0) -> None:
+        """Record what the workspace is after that; `kept`: how many paths an undo left alone."""
+        self.session.append({"type": "changed", "tree": tree, "kept": kept})
+
+    def go(self, direction: str, force: bool) -> tuple[Change, Restored]:
+        """Take back the last turn ("undo") or the last undo ("redo"). Raises SnapshotError when that is not possible.
+
+        Files that were changed since are left alone; with `force` they too are brought back, also those that the
+        step just before this one left alone.
+        """
+        folded = self.session.folded
+        changes = folded.undoable if direction == "undo" else folded.redoable
+        if force and folded.left and folded.left[0] == direction:
+            why, change = f"{direction}-rest", folded.left[1]
+        elif changes:
+            why, change = direction, changes[-1]
+        else:
+            raise SnapshotError(f"there is nothing to {direction}")
+        live = self.take()
+        old = change.after or live
+        for tree in (old, change.before):
+            self.store.tree(tree)
+        self.begin(why, live)
+        restored = self.store.restore(live, old, change.before, force)
+        self.end(self.take(), len(restored.kept))
+        return change, restored
+
+    def diff(self, whole_session: bool, limit: int = 2_000) -> str:
+        """What the last turn, or the session, changed, as a unified diff of at most `limit` lines."""
+        changes = self.session.folded.undoable
+        if not changes:
+            return "nothing was changed"
+        before = changes[0].before if whole_session else changes[-1].before
+        after = self.take() if whole_session else changes[-1].after or self.take()
+        lines: list[str] = []
+        for path, was, now in self.store.differences(before, after):
+            lines += self._diff_of(path, was, now)
+            if len(lines) > limit:
+                return "\n".join([*lines[:limit], "[... more; /export and git show the rest ...]"])
+        return "\n".join(lines) or "nothing was changed"
+
+    def _diff_of(self, path: str, was: Entry | None, now: Entry | None) -> list[str]:
+        """The difference of one path: a line that says what happened to it, then the changed lines."""
+        what = "changed" if was and now else "deleted" if was else "created"
+        modes = f", mode {was.mode:o} to {now.mode:o}" if was and now and was.mode != now.mode else ""
+        texts = []
+        for entry in (was, now):
+            data = self.store.get(entry.content) if entry and entry.kind == "f" else b""
+            if b"\0" in data[:8000] or len(data) > 1_000_000:
+                return [f"{path}: {what}{modes} (binary or large)"]
+            link = f"-> {entry.content}\n" if entry and entry.kind == "l" else ""
+            texts.append(link or data.decode("utf-8", "replace"))
+        return [f"{path}: {what}{modes}", *diff(texts[0], texts[1], path).splitlines()]
 
 
 # --- Renderers ------------------------------------------------------------------------------------
@@ -2737,6 +3302,10 @@ class Runtime:
         self.approvals = approvals
         self.sinks: list[Sink] = []
         self.leaving = False
+        self.busy = False  # a turn is running
+        self.undo = Undo(session, snapshot_store(config, session.id))
+        self._changing = False  # this turn has taken its snapshot, or could not
+        agent.before_change = self._before_change
 
     def emit(self, event: Event) -> None:
         """Hand one event to the session log, then to the renderers."""
@@ -2749,12 +3318,35 @@ class Runtime:
     async def send(self, prompt: str) -> TurnEnd:
         """Run one turn and return its end."""
         end: Event | None = None
-        async with aclosing(self.agent.turn(prompt)) as events:
-            async for event in events:
-                self.emit(event)
-                end = event
+        self.busy, self._changing = True, False
+        try:
+            async with aclosing(self.agent.turn(prompt)) as events:
+                async for event in events:
+                    self.emit(event)
+                    end = event
+            await self._after_change()
+        finally:
+            self.busy = False
         assert isinstance(end, TurnEnd)
         return end
+
+    async def _before_change(self) -> None:
+        """Save the workspace before the first change of a turn; when that fails the turn goes on, and it is said."""
+        if self._changing:
+            return
+        try:
+            tree = await asyncio.to_thread(self.undo.take, self.agent.interrupt.is_set)
+        except SnapshotError as exc:
+            self.emit(Notice(f"/undo cannot take this turn back: {exc}"))
+        else:
+            self.undo.begin("turn", tree)
+        self._changing = True
+
+    async def _after_change(self) -> None:
+        """Save what the turn left, so that a later undo knows what was changed since."""
+        if self._changing and self.session.folded.changing:
+            with contextlib.suppress(SnapshotError):  # then what was changed since cannot be told, and undo says so
+                self.undo.end(await asyncio.to_thread(self.undo.take))
 
     def start(self, session: Session) -> None:
         """Work in this session from now on; calls that it left open are answered."""
@@ -2764,6 +3356,7 @@ class Runtime:
         self.agent.system_prompt = session.folded.system_prompt
         self.agent.restore(session.folded.messages, session.folded.checkpoint)
         self.approvals.grants.clear()
+        self.undo = Undo(session, snapshot_store(self.config, session.id))
         self.emit(SessionStart(session.id, str(self.config.workspace), self.agent.provider.model, session.resumed))
         for event in self.agent.settle():
             self.emit(event)
@@ -2836,7 +3429,7 @@ async def sessions_command(runtime: Runtime, rest: str) -> str:
         path = find_session(runtime.config, id.strip())
         if path == runtime.session.path:
             return "that is this session; /reset erases it"
-        delete_session(path)
+        delete_session(runtime.config, path)
     except AgentError as exc:
         return f"not deleted: {exc}"
     return f"session {path.stem} is deleted"
@@ -2881,7 +3474,7 @@ async def reset_command(runtime: Runtime, rest: str) -> str:
     old = runtime.session.path
     runtime.start(new_session(runtime.config, runtime.agent.provider.model, build_system_prompt(runtime.config)))
     if old and old.exists():
-        delete_session(old)
+        delete_session(runtime.config, old)
     return f"the old session is erased; this is session {runtime.session.id}"
 
 
@@ -2908,6 +3501,63 @@ async def export_command(runtime: Runtime, rest: str) -> str:
     except OSError as exc:
         return f"cannot write {path}: {exc.strerror}"
     return f"written: {path}"
+
+
+def _describe_step(runtime: Runtime, direction: str, change: Change, restored: Restored) -> str:
+    """What an undo or redo did, for the user."""
+    done, kept = restored.done, restored.kept
+    prompts = [text for index, text in prompts_of(runtime.agent.messages) if index < change.messages]
+    of = f' of the turn "{one_line(prompts[-1], 60)}"' if prompts and change.why == "turn" else ""
+    lines = [f"{direction}: {len(done)} paths{of} are as they were before", *(f"  {path}" for path in done[:20])]
+    if len(done) > 20:
+        lines.append(f"  ... and {len(done) - 20} more")
+    if change.after is None:
+        lines.append("It was cut off, so what was changed since it began, by whomever, was taken back with it.")
+    if kept:
+        lines += [f"left alone ({len(kept)}):", *(f"  {path}: {reason}" for path, reason in kept[:20])]
+        lines.append(f"/{direction} force brings back those that were changed since, too.")
+    if (runtime.config.workspace / ".git").exists():
+        lines.append("Not covered: .git itself (commits, branches, the index).")
+    lines.append("/redo takes this back." if direction == "undo" else "/undo takes this back.")
+    return "\n".join(lines)
+
+
+async def _step(runtime: Runtime, direction: str, rest: str) -> str:
+    """Undo or redo, and tell the model with the next prompt."""
+    if runtime.busy:
+        return f"/{direction} waits until the turn has ended"
+    if rest not in ("", "force"):
+        return f"/{direction} takes back one step; /{direction} force also what was changed since"
+    try:
+        change, restored = await asyncio.to_thread(runtime.undo.go, direction, rest == "force")
+    except SnapshotError as exc:
+        return f"no {direction}: {exc}"
+    if restored.done:
+        names = ", ".join(one_line(path, 80) for path in restored.done[:20])
+        what = "took back your changes to" if direction == "undo" else "brought back your changes to"
+        runtime.emit(runtime.agent.note(f"The user {what} {len(restored.done)} paths, among them: {names}"))
+    return _describe_step(runtime, direction, change, restored)
+
+
+@command
+async def undo_command(runtime: Runtime, rest: str) -> str:
+    """Take back all that the last turn changed in the files; /undo force: also what was changed since."""
+    return await _step(runtime, "undo", rest)
+
+
+@command
+async def redo_command(runtime: Runtime, rest: str) -> str:
+    """Take back the last undo."""
+    return await _step(runtime, "redo", rest)
+
+
+@command
+async def diff_command(runtime: Runtime, rest: str) -> str:
+    """Show what the last turn changed in the files; /diff session: what the session changed."""
+    try:
+        return await asyncio.to_thread(runtime.undo.diff, rest == "session")
+    except SnapshotError as exc:
+        return f"no diff: {exc}"
 
 
 @command
