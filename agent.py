@@ -819,6 +819,7 @@ class SnapshotStore:
     def __init__(self, folder: Path, root: Path, state_dir: Path, owner: str = "") -> None:
         self.folder = folder
         self.root = root
+        self._objects = str(folder / "objects")
         self.state_dir = state_dir
         self.owner = owner
         self._index: dict[str, list[Any]] | None = None  # path -> [signature, object]: files not to be read again
@@ -836,14 +837,14 @@ class SnapshotStore:
 
     # Objects
 
-    def _path(self, name: str) -> Path:
-        return self.folder / "objects" / name[:2] / name[2:]
+    def _path(self, name: str) -> str:
+        return f"{self._objects}/{name[:2]}/{name[2:]}"
 
     def _put(self, data: bytes) -> str:
         """Store data under its hash and return that."""
         name = hashlib.blake2b(data, digest_size=20).hexdigest()
         path = self._path(name)
-        if path.exists():
+        if os.path.exists(path):
             return name
         packed = zlib.compress(data, 1)
         self._new_bytes += len(packed)
@@ -854,24 +855,27 @@ class SnapshotStore:
             free = shutil.disk_usage(self.folder).free
             if free < MIN_FREE_BYTES:
                 raise SnapshotError(f"only {free // 10**6} MB are free on the disk of {self.folder}")
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        handle, temporary = tempfile.mkstemp(dir=path.parent)
+        os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+        temporary = f"{path}.{secrets.token_hex(4)}"
         try:
-            with open(handle, "wb") as file:
-                file.write(packed)
-                file.flush()
+            file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with open(file, "wb") as target:
+                target.write(packed)
+                target.flush()
                 if self._new_objects <= SYNC_EACH:
-                    os.fdatasync(file.fileno())
+                    os.fdatasync(file)
             os.replace(temporary, path)
         except OSError:
-            os.unlink(temporary)
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
             raise
         return name
 
     def get(self, name: str) -> bytes:
         """The data of an object; raises SnapshotError when it is gone or damaged."""
         try:
-            data = zlib.decompress(self._path(name).read_bytes())
+            with open(self._path(name), "rb") as file:
+                data = zlib.decompress(file.read())
         except (OSError, zlib.error):
             data = b""
         if hashlib.blake2b(data, digest_size=20).hexdigest() != name:
@@ -913,8 +917,6 @@ class SnapshotStore:
 
     def _scan(self, directory: int, path: str, status: os.stat_result, depth: int) -> str | None:
         """Save an open directory; returns its object, None when it is not covered."""
-        if self._stop():
-            raise Interrupted
         found = list(os.scandir(directory))
         self._entries += len(found)
         if self._entries > MAX_ENTRIES:
@@ -941,6 +943,8 @@ class SnapshotStore:
 
     def _save(self, directory: int, path: str, entry: os.DirEntry[str], depth: int) -> Entry | None:
         """Save what one name stands for; None when snapshots do not cover it."""
+        if self._stop():
+            raise Interrupted
         status = entry.stat(follow_symlinks=False)
         mode, where = stat.S_IMODE(status.st_mode), f"{path}/{entry.name}"
         if entry.name == ".git":
@@ -1019,7 +1023,7 @@ class SnapshotStore:
             return 0
         marked.add(name)
         try:
-            size = self._path(name).stat().st_size
+            size = os.stat(self._path(name)).st_size
             entries = self.tree(name).entries
         except (OSError, SnapshotError):
             return 0
@@ -1029,7 +1033,7 @@ class SnapshotStore:
             elif kind == "f" and content not in marked:
                 marked.add(content)
                 with contextlib.suppress(OSError):
-                    size += self._path(content).stat().st_size
+                    size += os.stat(self._path(content)).st_size
         return size
 
     def sweep(self) -> None:
@@ -3292,6 +3296,9 @@ class PlainRenderer:
 # What a person can order besides prompts. A command is a function; its name, help and completion follow from it.
 
 
+SNAPSHOT_PATIENCE_S = 1.0  # a snapshot that takes longer is said
+
+
 class Runtime:
     """All long-lived parts of a run. `send` is the only driver of a turn."""
 
@@ -3334,8 +3341,12 @@ class Runtime:
         """Save the workspace before the first change of a turn; when that fails the turn goes on, and it is said."""
         if self._changing:
             return
+        taking = asyncio.ensure_future(asyncio.to_thread(self.undo.take, self.agent.interrupt.is_set))
+        await asyncio.wait({taking}, timeout=SNAPSHOT_PATIENCE_S)
+        if not taking.done():
+            self.emit(Notice("saving the workspace first, so that /undo can take this turn back ..."))
         try:
-            tree = await asyncio.to_thread(self.undo.take, self.agent.interrupt.is_set)
+            tree = await taking
         except SnapshotError as exc:
             self.emit(Notice(f"/undo cannot take this turn back: {exc}"))
         else:

@@ -368,7 +368,7 @@ def test_a_damaged_object_is_said_and_the_rest_comes_back(server: Serve, convers
 
 def test_an_interrupt_ends_a_long_snapshot(tmp_path: Path) -> None:
     root = tmp_path / "work"
-    (root / "d").mkdir(parents=True)
+    (root / "d/e").mkdir(parents=True)
     asked = iter([False, True])
     with pytest.raises(agent.Interrupted):
         store(tmp_path, root).take(lambda: next(asked))
