@@ -17,7 +17,7 @@ the list of messages and only grows; the *view* is what is sent of it. *Events* 
 yields; *sinks* (renderers, the session log) take them, and decide nothing.
 
 Sections: Errors and interruption, Configuration, Messages, Events, Text, Workspace, Sandbox, Tools, Approval,
-Provider, Embedded model, Context, Agent, Session, Renderers, Slash commands, REPL, Headless, Command line.
+Provider, Context, Agent, Session, Renderers, Slash commands, REPL, Headless, Command line.
 
 Read `Agent.turn` first: it is the whole control flow. `build_runtime` wires all parts together.
 """
@@ -3706,18 +3706,17 @@ class Repl:
             self.renderer.line(note, "yellow")
         fresh = not runtime.agent.messages
         self.renderer.line(self._greeting(), "dim")
-        with _on_signals(asyncio.get_running_loop(), runtime.agent.interrupt.set):
-            while not runtime.leaving:
-                try:
-                    with patch_stdout(raw=True):
-                        line = await prompts.prompt_async("> ")
-                except KeyboardInterrupt:
-                    self.renderer.line("Ctrl-D or /exit leaves", "dim")
-                    continue
-                except EOFError:
-                    break
-                await self._handle(line, fresh)
-                fresh = False
+        while not runtime.leaving:
+            try:
+                with patch_stdout(raw=True):
+                    line = await prompts.prompt_async("> ")
+            except KeyboardInterrupt:
+                self.renderer.line("Ctrl-D or /exit leaves", "dim")
+                continue
+            except EOFError:
+                break
+            await self._handle(line, fresh)
+            fresh = False
         self.renderer.line(f"Continue with: {command_to_return(runtime.config)}", "dim")
         return 0
 
@@ -3767,7 +3766,8 @@ class Repl:
             if output:
                 self.renderer.line(output, "none")
         elif text or fresh:
-            await self.runtime.send(text or FIRST_PROMPT)
+            with _on_signals(asyncio.get_running_loop(), self.runtime.agent.interrupt.set):
+                await self.runtime.send(text or FIRST_PROMPT)
 
     async def _ask(self, question: Question) -> Answer:
         """Put an approval question; Enter alone is no, and words that are no answer are the reason for a no."""

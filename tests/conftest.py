@@ -12,38 +12,25 @@ from typing import Any, NamedTuple
 
 import pytest
 from fake_server import FakeServer
+from harness import Conversation
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 AGENT = REPOSITORY / "agent.py"
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    """Declare the markers."""
-    config.addinivalue_line("markers", "model: needs the weights of the embedded model; run with -m model")
-    config.addinivalue_line("markers", "slow: takes more than a few seconds")
-    config.addinivalue_line(
-        "markers", "invalid_requests: the scripted provider is expected to see violations"
-    )
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave the tests marked `model` out unless -m asks for them."""
-    if "model" in (config.option.markexpr or ""):
-        return
-    wanted = [item for item in items if not item.get_closest_marker("model")]
-    config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("model")])
-    items[:] = wanted
+    """Leave the tests marked `model` and `slow` out unless -m asks for them."""
+    unwanted = [name for name in ("model", "slow") if name not in (config.option.markexpr or "")]
+    left_out = [item for item in items if any(item.get_closest_marker(name) for name in unwanted)]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in left_out]
 
 
 @pytest.fixture(autouse=True)
 def private_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Move home, state, configuration and temporary folder into tmp_path; take keys and proxies away."""
     for name in list(os.environ):
-        if (
-            name.startswith(("OPENAI_", "AGENT_"))
-            or name.endswith("_API_KEY")
-            or name.lower().endswith("_proxy")
-        ):
+        if name.startswith(("OPENAI_", "AGENT_")) or name.endswith("_API_KEY") or name.lower().endswith("_proxy"):
             monkeypatch.delenv(name)
     for name, folder in {
         "HOME": "home",
@@ -80,8 +67,8 @@ def server(request: pytest.FixtureRequest) -> Iterator[Callable[..., FakeServer]
     for fake in started:
         fake.close()
     violations = [violation for fake in started for violation in fake.violations]
-    if not request.node.get_closest_marker("invalid_requests"):
-        assert violations == []
+    if violations and not request.node.get_closest_marker("invalid_requests"):
+        pytest.fail("invalid requests: " + "\n".join(violations), pytrace=False)
 
 
 class Finished(NamedTuple):
@@ -119,3 +106,18 @@ def run_agent() -> Callable[..., Finished]:
         return Finished(process.returncode, stdout, stderr)
 
     return run
+
+
+@pytest.fixture
+def converse(workspace: Path) -> Iterator[Callable[..., Conversation]]:
+    """`converse(fake_server, **settings)` opens a conversation in the workspace; several continue each other."""
+    opened: list[Conversation] = []
+
+    def start(fake: FakeServer, **settings: Any) -> Conversation:
+        conversation = Conversation(fake.base_url, workspace, **settings)
+        opened.append(conversation)
+        return conversation
+
+    yield start
+    for conversation in opened:
+        conversation.close()

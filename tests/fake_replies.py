@@ -113,9 +113,7 @@ def verbatim(words: str) -> Reply:
 
 def length(reply: Reply) -> Reply:
     """The reply stops at the output limit; the arguments of its last call are cut in half."""
-    cut = tuple(
-        replace(each, arguments=each.arguments[: len(each.arguments) // 2]) for each in reply.calls[-1:]
-    )
+    cut = tuple(replace(each, arguments=each.arguments[: len(each.arguments) // 2]) for each in reply.calls[-1:])
     return replace(reply, calls=reply.calls[:-1] + cut, finish="length")
 
 
@@ -179,9 +177,7 @@ def has_orphan(messages: list[Json]) -> bool:
 
 
 def has_empty_assistant(messages: list[Json]) -> bool:
-    return any(
-        m["role"] == "assistant" and not m.get("content") and not m.get("tool_calls") for m in messages
-    )
+    return any(m["role"] == "assistant" and not m.get("content") and not m.get("tool_calls") for m in messages)
 
 
 def has_user_after_tool(messages: list[Json]) -> bool:
@@ -216,8 +212,7 @@ def holds(when: Json, request: Request, played: int) -> bool:
         "last_role": lambda role: bool(request.messages) and request.messages[-1]["role"] == role,
     }
     return all(
-        tests[key](value) if key in tests else history[key](request.messages) == value
-        for key, value in when.items()
+        tests[key](value) if key in tests else history[key](request.messages) == value for key, value in when.items()
     )
 
 
@@ -320,9 +315,7 @@ def chat_events(reply: Reply, request: Request) -> list[str]:
     events += [event({"content": piece}) for piece in pieces(reply.text, reply.chunk)]
     for n, each in enumerate(reply.calls):
         function = {"name": each.name, "arguments": ""}
-        events.append(
-            event({"tool_calls": [{"index": n, "id": each.id, "type": "function", "function": function}]})
-        )
+        events.append(event({"tool_calls": [{"index": n, "id": each.id, "type": "function", "function": function}]}))
         for piece in pieces(each.arguments, reply.chunk):
             events.append(event({"tool_calls": [{"index": n, "function": {"arguments": piece}}]}))
     events.append(event({}, reply.finish or ("tool_calls" if reply.calls else "stop")))
@@ -346,9 +339,7 @@ def responses_items(reply: Reply) -> list[Json]:
         )
     if reply.text:
         content = [{"type": "output_text", "text": reply.text, "annotations": [], "logprobs": []}]
-        items.append(
-            {"type": "message", "id": f"msg_{reply.number}", "role": "assistant", "content": content}
-        )
+        items.append({"type": "message", "id": f"msg_{reply.number}", "role": "assistant", "content": content})
     for each in reply.calls:
         function = {"call_id": each.id, "name": each.name, "arguments": each.arguments}
         items.append({"type": "function_call", "id": f"fc_{each.id}", **function})
@@ -382,38 +373,40 @@ def responses_body(reply: Reply, model: str) -> Json:
     }
 
 
+def item_events(item: Json, index: int, size: int) -> list[Json]:
+    """The events of one output item: added, the text in pieces, done."""
+    place: Json = {"item_id": item["id"], "output_index": index}
+    part: Json = {}
+    empty: Json
+    match item["type"]:
+        case "function_call":
+            kind, words, empty = "function_call_arguments", item["arguments"], {"arguments": ""}
+            done = {"arguments": words, "name": item["name"]}
+        case "reasoning":
+            kind, part, empty = "reasoning_summary_text", item["summary"][0], {"summary": []}
+            place["summary_index"] = 0
+            family, words, done = "reasoning_summary_part", part["text"], {"text": part["text"]}
+        case _:
+            kind, part, empty = "output_text", item["content"][0], {"content": []}
+            place["content_index"] = 0
+            family, words, done = "content_part", part["text"], {"text": part["text"], "logprobs": []}
+    deltas = [{"type": f"response.{kind}.delta", **place, "delta": piece} for piece in pieces(words, size)]
+    middle = [*deltas, {"type": f"response.{kind}.done", **place, **done}]
+    if part:
+        opened = {"type": f"response.{family}.added", **place, "part": part | {"text": ""}}
+        middle = [opened, *middle, {"type": f"response.{family}.done", **place, "part": part}]
+    added = {"type": "response.output_item.added", "output_index": index}
+    finished = {"type": "response.output_item.done", "output_index": index, "item": item}
+    return [added | {"item": item | empty | {"status": "in_progress"}}, *middle, finished]
+
+
 def responses_events(reply: Reply, request: Request) -> list[str]:
     """The events of a streamed Responses answer."""
     final = responses_body(reply, request.body.get("model", ""))
     started = final | {"status": "in_progress", "incomplete_details": None, "output": [], "usage": None}
-    events: list[Json] = [{"type": "response.created", "response": started}]
-    events.append({"type": "response.in_progress", "response": started})
+    events = [{"type": f"response.{state}", "response": started} for state in ("created", "in_progress")]
     for n, item in enumerate(final["output"]):
-        empty: dict[str, Json] = {
-            "reasoning": {"summary": []},
-            "message": {"content": []},
-            "function_call": {"arguments": ""},
-        }
-        place: Json = {"item_id": item["id"], "output_index": n}
-        kind, words, finished = "function_call_arguments", item.get("arguments", ""), {"arguments": ""}
-        added = item | empty[item["type"]] | {"status": "in_progress"}
-        events.append({"type": "response.output_item.added", "output_index": n, "item": added})
-        if item["type"] != "function_call":
-            part = (item.get("content") or item.get("summary"))[0]
-            reasoning = item["type"] == "reasoning"
-            kind, words = "reasoning_summary_text" if reasoning else "output_text", part["text"]
-            family = "reasoning_summary_part" if reasoning else "content_part"
-            place |= {"summary_index": 0} if reasoning else {"content_index": 0}
-            finished = {"text": words} if reasoning else {"text": words, "logprobs": []}
-            events.append({"type": f"response.{family}.added", **place, "part": part | {"text": ""}})
-        for piece in pieces(words, reply.chunk):
-            events.append({"type": f"response.{kind}.delta", **place, "delta": piece})
-        if item["type"] == "function_call":
-            finished = {"arguments": words, "name": item["name"]}
-        events.append({"type": f"response.{kind}.done", **place, **finished})
-        if item["type"] != "function_call":
-            events.append({"type": f"response.{family}.done", **place, "part": part})
-        events.append({"type": "response.output_item.done", "output_index": n, "item": item})
+        events += item_events(item, n, reply.chunk)
     events.append({"type": f"response.{final['status']}", "response": final})
     numbered = (each | {"sequence_number": n} for n, each in enumerate(events))
     return [f"event: {each['type']}\ndata: {json.dumps(each)}\n\n" for each in numbered]

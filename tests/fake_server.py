@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import math
 import runpy
 import select
 import socket
@@ -66,6 +65,16 @@ def content_type(answer: Raw) -> str:
     if answer.body is None:
         return "text/event-stream"
     return "application/json" if answer.body[:1] in (b"{", b"[") else "text/html"
+
+
+def overflow(window: int, tokens: int) -> Raw:
+    """OpenAI's answer to a prompt that is longer than the context window."""
+    message = (
+        f"This model's maximum context length is {window} tokens. However, your messages resulted in {tokens} tokens."
+        " Please reduce the length of the messages."
+    )
+    kind = {"type": "invalid_request_error", "param": "messages", "code": "context_length_exceeded"}
+    return error(400, {"error": {"message": message, **kind}})
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -193,6 +202,10 @@ class FakeServer:
         models: Iterable[str] = ("fake-model",),
     ) -> None:
         self.script = list(script)
+        self.refuses = self.script[:1] == [refuse()]
+        """Whether the script starts with a port that does not listen."""
+        if self.refuses:
+            del self.script[0]
         self.window = window
         self.allow = set(allow)
         self.models = list(models)
@@ -213,16 +226,11 @@ class FakeServer:
         }
 
     @property
-    def refuses(self) -> bool:
-        """Whether the script starts with a port that is not listening."""
-        return self.script[:1] == [refuse()]
-
-    @property
     def last(self) -> Request:
         """The latest request to a model."""
         return self.requests[-1]
 
-    def wait_for_requests(self, n: int, timeout: float = 20.0) -> list[Request]:
+    def wait_for_requests(self, n: int, timeout: float | None = 20.0) -> list[Request]:
         """Wait until n requests to a model have arrived."""
         with self.changed:
             if not self.changed.wait_for(lambda: len(self.requests) >= n, timeout):
@@ -254,9 +262,7 @@ class FakeServer:
             return error(200, {"object": "list", "data": models})
         if request.wire not in ("chat", "responses") or request.method != "POST":
             return error(404, f"Unknown request URL: {request.method} {request.path}")
-        problems = [
-            problem for problem in check_request(request) if problem.partition(":")[0] not in self.allow
-        ]
+        problems = [problem for problem in check_request(request) if problem.partition(":")[0] not in self.allow]
         overflows = self.window is not None and request.tokens > self.window
         with self.changed:
             self.requests.append(request)
@@ -270,7 +276,7 @@ class FakeServer:
             return self.violation("script: this request is beyond its end")
         try:
             return self.resolve(step, request)
-        except Exception as exc:  # noqa: BLE001 - a mistake in a test's script fails the test, not the connection
+        except Exception as exc:  # a mistake in a test's script fails the test, not the connection
             return self.violation(f"script: {type(exc).__name__}: {exc}")
 
     def violation(self, *problems: str) -> Raw:
@@ -295,23 +301,11 @@ class FakeServer:
         if isinstance(step, Raw):
             return step
         said = len(step.text + step.thinking + "".join(each.arguments for each in step.calls)) // 4 + 1
-        numbered = tuple(
-            replace(each, id=each.id or f"call_{next(self.call_numbers)}") for each in step.calls
-        )
+        numbered = tuple(replace(each, id=each.id or f"call_{next(self.call_numbers)}") for each in step.calls)
         usage = step.usage or (request.tokens, said)
         step = replace(step, calls=numbered, usage=usage, number=len(self.requests))
         bound = (request.body.get("response_format") or {}).get("type") == "json_schema"
         return render(as_schema_answer(step) if bound and not step.verbatim else step, request)
-
-
-def overflow(window: int, tokens: int) -> Raw:
-    """OpenAI's answer to a prompt that is longer than the context window."""
-    message = (
-        f"This model's maximum context length is {window} tokens. However, your messages resulted in {tokens} tokens."
-        " Please reduce the length of the messages."
-    )
-    kind = {"type": "invalid_request_error", "param": "messages", "code": "context_length_exceeded"}
-    return error(400, {"error": {"message": message, **kind}})
 
 
 def main() -> None:
@@ -328,10 +322,8 @@ def main() -> None:
     print(server.base_url, flush=True)
     try:
         for n in itertools.count(1):
-            request = server.wait_for_requests(n, math.inf)[n - 1]
-            print(
-                f"{n}: {request.wire}, {len(request.messages)} messages", *server.violations, file=sys.stderr
-            )
+            request = server.wait_for_requests(n, None)[n - 1]
+            print(f"{n}: {request.wire}, {len(request.messages)} messages", *server.violations, file=sys.stderr)
     except KeyboardInterrupt:
         server.close()
 

@@ -27,8 +27,9 @@ class Screen(pyte.HistoryScreen):
             super().draw(piece)
 
     def write_process_input(self, data: str) -> None:
-        """Hand an answer to the program."""
-        self.terminal.send(data)
+        """Hand an answer to the program, if it is still there."""
+        with suppress(OSError):
+            self.terminal.send(data)
 
 
 class Terminal:

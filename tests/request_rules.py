@@ -37,16 +37,12 @@ class Request:
     @property
     def messages(self) -> list[Json]:
         """The transcript in chat shape, on either wire."""
-        return (
-            responses_as_messages(self.body) if self.wire == "responses" else self.body.get("messages") or []
-        )
+        return responses_as_messages(self.body) if self.wire == "responses" else self.body.get("messages") or []
 
     @property
     def tokens(self) -> int:
         """The size of the prompt: characters / 4 over messages and tools."""
-        parts = [
-            self.body.get(key) for key in ("instructions", "messages", "input", "tools") if self.body.get(key)
-        ]
+        parts = [self.body.get(key) for key in ("instructions", "messages", "input", "tools") if self.body.get(key)]
         return sum(len(json.dumps(part, ensure_ascii=False)) for part in parts) // 4
 
 
@@ -59,9 +55,7 @@ def responses_as_messages(body: Json) -> list[Json]:
     for item in [{"role": "user", "content": items}] if isinstance(items, str) else items:
         kind, role = item.get("type", "message"), item.get("role")
         if kind == "function_call_output":
-            messages.append(
-                {"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")}
-            )
+            messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")})
         elif kind == "message" and role != "assistant":
             messages.append({"role": role, "content": item.get("content")})
         else:
@@ -215,26 +209,16 @@ def check_common(body: Json, keys: set[str], messages: list[Json], functions: li
 def check_chat_request(body: Json) -> list[str]:
     """The problems of a Chat Completions request, each "code: what is wrong"; [] if a strict service takes it."""
     functions = [tool.get("function") or {} for tool in body.get("tools") or ()]
-    wrong = [
-        f"tools: {tool!r} is no function"
-        for tool in body.get("tools") or ()
-        if tool.get("type") != "function"
-    ]
+    wrong = [f"tools: {tool!r} is no function" for tool in body.get("tools") or () if tool.get("type") != "function"]
     return wrong + list(check_common(body, CHAT_KEYS, body.get("messages") or [], functions))
 
 
 def check_responses_request(body: Json) -> list[str]:
     """The problems of a Responses request, in the same form."""
     tools = body.get("tools") or []
-    problems = [
-        f"tools: {tool.get('name')} is not flat or lacks strict" for tool in tools if "strict" not in tool
-    ]
+    problems = [f"tools: {tool.get('name')} is not flat or lacks strict" for tool in tools if "strict" not in tool]
     for item in body.get("input") or () if isinstance(body.get("input"), list) else ():
-        if (
-            item.get("type") == "reasoning"
-            and body.get("store") is False
-            and not item.get("encrypted_content")
-        ):
+        if item.get("type") == "reasoning" and body.get("store") is False and not item.get("encrypted_content"):
             problems.append(f"reasoning: {item.get('id')!r} has no encrypted_content and nothing is stored")
     return problems + list(check_common(body, RESPONSES_KEYS, responses_as_messages(body), tools))
 

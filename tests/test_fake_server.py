@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import http.client
 import json
 import os
-import re
 import subprocess
 import sys
 import threading
@@ -41,9 +41,7 @@ from request_rules import Json, Request, check_chat_request, check_responses_req
 
 Start = Callable[..., FakeServer]
 TESTS = Path(__file__).parent
-CASES: dict[str, Json] = {
-    case["id"]: case for case in json.loads((TESTS / "data" / "faults.json").read_text())
-}
+CASES: dict[str, Json] = {case["id"]: case for case in json.loads((TESTS / "data" / "faults.json").read_text())}
 PATH = {"type": "object", "properties": {"path": {"type": "string"}}, "required": ["path"]}
 TOOL = {"name": "read_from_file", "description": "Read a file.", "parameters": PATH}
 CHAT_TOOL = {"type": "function", "function": TOOL}
@@ -51,9 +49,7 @@ RESPONSES_TOOL = {"type": "function", "strict": False, **TOOL}
 SYSTEM, USER = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi."}
 
 
-def asked(
-    *identities: str, arguments: str = '{"path": "a.txt"}', name: str = "read_from_file", **keys: Any
-) -> Json:
+def asked(*identities: str, arguments: str = '{"path": "a.txt"}', name: str = "read_from_file", **keys: Any) -> Json:
     """An assistant message with calls of these ids."""
     function = {"name": name, "arguments": arguments}
     tool_calls = [{"id": identity, "type": "function", "function": function} for identity in identities]
@@ -81,9 +77,7 @@ def post(
     """Status, headers and body of one plain request; stream=True unless the body says otherwise."""
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
     try:
-        connection.request(
-            "POST", path, json.dumps({"stream": True} | body), {"content-type": "application/json"}
-        )
+        connection.request("POST", path, json.dumps({"stream": True} | body), {"content-type": "application/json"})
         response = connection.getresponse()
         return response.status, response.headers, response.read()
     finally:
@@ -153,7 +147,7 @@ KINDS: dict[str, tuple[Reply, Json]] = {
         {"thinking": "Hm, well.", "text": "Yes.", "finish": "stop"},
     ),
     "length of text": (length(text("Half")), {"text": "Half", "finish": "length"}),
-    "length of call": (length(call("w", p="12345678")), {"calls": [["w", '{"p": "12']], "finish": "length"}),
+    "length of call": (length(call("w", p="12345678")), {"calls": [["w", '{"p": "1']], "finish": "length"}),
     "single characters": (but(text("tiny"), chunk=1), {"text": "tiny", "finish": "stop"}),
     "slow": (slow(text("one two three four"), 0.001), {"text": "one two three four", "finish": "stop"}),
     "pause before the headers": (hang(0.01), {"text": "Late.", "finish": "stop"}),
@@ -163,9 +157,7 @@ KINDS: dict[str, tuple[Reply, Json]] = {
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
 @pytest.mark.parametrize("read", [read_chat, read_responses])
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_official_client_reads_what_the_script_says(
-    server: Start, kind: str, read: Any, stream: bool
-) -> None:
+def test_the_official_client_reads_what_the_script_says(server: Start, kind: str, read: Any, stream: bool) -> None:
     reply, expected = KINDS[kind]
     said = read(server(but(reply, usage=(900, 7))), stream)
     assert said == {"text": "", "thinking": "", "calls": [], "usage": (900, 7)} | expected
@@ -175,15 +167,13 @@ def test_usage_is_measured_unless_given(server: Start) -> None:
     fake = server(forever(text("x" * 40)))
     for read in (read_chat, read_responses):
         prompt, answer = read(fake, True)["usage"]
-        assert prompt == fake.last.tokens > 5
+        assert prompt == fake.last.tokens > 0
         assert answer == 11
 
 
 def test_schema_bound_requests_get_json(server: Start) -> None:
     fake = server(call("read_from_file", path="a.txt"), text("Done."), verbatim("Sure! {"))
-    bound = chat(
-        response_format={"type": "json_schema", "json_schema": {"name": "step", "schema": {}}}, stream=False
-    )
+    bound = chat(response_format={"type": "json_schema", "json_schema": {"name": "step", "schema": {}}}, stream=False)
     said = [json.loads(post(fake, bound)[2])["choices"][0] for _ in range(3)]
     assert [choice["finish_reason"] for choice in said] == ["stop"] * 3
     contents = [choice["message"]["content"] for choice in said]
@@ -248,7 +238,12 @@ def test_errors_carry_status_headers_and_body(server: Start) -> None:
 
 
 def test_raw_events_and_actions(server: Start) -> None:
-    events = ["data: a\n\n", b"\xff\xfe", {"do": "hex", "data": "efbbbf"}, {"do": "sleep", "s": 0.01}]
+    events: list[str | bytes | Json] = [
+        "data: a\n\n",
+        b"\xff\xfe",
+        {"do": "hex", "data": "efbbbf"},
+        {"do": "sleep", "s": 0.01},
+    ]
     body = post(server(raw(events, split=True)), chat())[2]
     assert body == b"data: a\n\n\xff\xfe\xef\xbb\xbf"
     big = post(server(raw([{"do": "bigtext", "n": 100_000}])), chat())[2]
@@ -356,7 +351,9 @@ def test_the_program_serves_a_script_by_hand(tmp_path: Path) -> None:
         finally:
             process.terminate()
     assert said[0].content == "one"
-    assert said[1].tool_calls[0].function.name == "list_files"
+    assert [each.to_dict()["function"] for each in said[1].tool_calls or ()] == [
+        {"name": "list_files", "arguments": "{}"}
+    ]
 
 
 # --- Valid and invalid requests ------------------------------------------------
@@ -490,11 +487,13 @@ def plays(case_id: str, **when: Any) -> Json:
 
 @pytest.mark.parametrize("case_id", [name for name, case in CASES.items() if "connect" not in case])
 def test_every_fault_arrives_byte_for_byte(server: Start, case_id: str) -> None:
-    case = plays(case_id, always=True)
-    fake = server(play(case))
+    case = copy.deepcopy(plays(case_id, always=True))
     path = "/v1/responses" if case.get("api") == "responses" else "/v1/chat/completions"
     body = responses() if case.get("api") == "responses" else chat()
     actions = [part for part in case.get("sse", ()) if isinstance(part, dict)]
+    for action in actions:
+        action |= {"s": 0.01} if action["do"] == "sleep" else {}
+    fake = server(play(case))
     if {"do": "rst"} in actions:
         with pytest.raises(ConnectionResetError):
             post(fake, body, path)
@@ -507,14 +506,11 @@ def test_every_fault_arrives_byte_for_byte(server: Start, case_id: str) -> None:
         assert case["headers"].items() <= dict(headers).items()
         if "sse" in case:
             parts = [
-                bytes.fromhex(part.get("data", "")) if isinstance(part, dict) else part.encode()
-                for part in case["sse"]
+                bytes.fromhex(part.get("data", "")) if isinstance(part, dict) else part.encode() for part in case["sse"]
             ]
             assert content == b"".join(parts)
         else:
-            assert (content.decode() if isinstance(case["body"], str) else json.loads(content)) == case[
-                "body"
-            ]
+            assert (content.decode() if isinstance(case["body"], str) else json.loads(content)) == case["body"]
 
 
 def test_a_fault_of_one_wire_is_not_played_on_the_other(server: Start) -> None:
@@ -615,29 +611,15 @@ def test_needs_weights():
 
 def test_a_violation_fails_the_test_unless_it_is_marked(tmp_path: Path) -> None:
     (tmp_path / "test_inner.py").write_text(INNER)
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "conftest",
-        "-p",
-        "no:cacheprovider",
-        "--rootdir",
-        str(tmp_path),
-    ]
+    options = f"-m pytest -q -p conftest -p no:cacheprovider -p no:warnings --rootdir {tmp_path} {tmp_path}"
     environment = {**os.environ, "PYTHONPATH": str(TESTS)}
-    ran = subprocess.run(
-        [*command, str(tmp_path)], env=environment, capture_output=True, text=True, check=False
-    )
+    command = [sys.executable, *options.split()]
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert "2 passed, 1 deselected, 1 error" in ran.stdout
-    assert re.search(r"ERROR .*test_plain - AssertionError: .*roles: message 2", ran.stdout)
+    assert "invalid requests: roles: message 2 (user) follows another user message" in ran.stdout
 
 
 def test_each_test_has_a_private_environment(tmp_path: Path) -> None:
     for name in ("HOME", "XDG_STATE_HOME", "XDG_CONFIG_HOME", "XDG_CACHE_HOME", "TMPDIR"):
         assert Path(os.environ[name]).is_relative_to(tmp_path)
-    assert not [
-        name for name in os.environ if name.startswith(("OPENAI_", "AGENT_")) or name.endswith("_API_KEY")
-    ]
+    assert not [name for name in os.environ if name.startswith(("OPENAI_", "AGENT_")) or name.endswith("_API_KEY")]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pty_driver import Terminal
@@ -12,7 +13,9 @@ from pty_driver import Terminal
 PROGRAM = """
 import os, shutil, signal, sys, tty
 def size(*_):
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGWINCH])  # a second one must not cut the line in two
     print("size", shutil.get_terminal_size(), flush=True)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGWINCH])
 signal.signal(signal.SIGWINCH, size)
 size()
 for line in sys.stdin:
@@ -37,7 +40,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Terminal]]:
     program.write_text(PROGRAM)
     started: list[Terminal] = []
 
-    def run(**options: int) -> Terminal:
+    def run(**options: Any) -> Terminal:
         started.append(Terminal([sys.executable, program], **options))
         return started[-1]
 
