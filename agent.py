@@ -1101,6 +1101,8 @@ class Sandbox:
         if _is_below(Path(program), self.workspace.root):
             yield from ("--ro-bind", program, program)
         for path in self.workspace.hidden:
+            if _is_below(path, Path("/tmp")) and not _is_below(path, self.workspace.root):
+                continue  # the private /tmp hides it already
             if path.is_dir():
                 yield from ("--tmpfs", str(path))
             elif path.is_file():
@@ -1131,7 +1133,7 @@ def _probe_script(workspace: Workspace, canary: Path, port: int) -> str:
     here, home = quote(str(workspace.root)), quote(str(workspace.home or "/"))
     return f"""echo ran
         touch {here}/.agent-probe && rm {here}/.agent-probe || echo the workspace is not writable; exec 2>&-
-        touch {home}/.agent-probe && rm {home}/.agent-probe && echo the home directory is writable
+        touch {home}/.agent-probe
         cat {quote(str(canary))} && echo session files are readable
         cat /proc/{os.getpid()}/environ >&- && echo the agent is readable
         (: </dev/tcp/127.0.0.1/{port}) && echo the network is reachable
@@ -1176,6 +1178,11 @@ def probe_sandbox(workspace: Workspace, state_dir: Path, search_path: str) -> tu
                 )  # fmt: skip
             except (OSError, subprocess.TimeoutExpired) as exc:
                 reasons.append(str(exc))
+                continue
+            trace = (workspace.home or Path("/")) / ".agent-probe"
+            if os.path.lexists(trace):  # looked at from here: in there a home below /tmp is another one
+                trace.unlink()
+                reasons.append("the home directory is writable")
                 continue
             if done.stdout == "ran\n":
                 return sandbox, ""
@@ -1646,8 +1653,8 @@ def _boolean(description: str) -> dict[str, Any]:
 
 LOOKING = {
     "cat": "", "cut": "", "du": "", "file": "-[a-zA-Z]*C.*|--compile",
-    "grep": "-[a-zA-Z]*[Rf].*|--dereference.*|--file.*", "head": "", "ls": "", "md5sum": "", "nl": "", "pwd": "", "sha256sum": "", "stat": "",
-    "tail": "-[a-z0-9]*[fF].*|--follow.*|--retry", "wc": "--files0-from.*",
+    "grep": "-[a-zA-Z]*[Rf].*|--dereference.*|--file.*", "head": "", "ls": "", "md5sum": "", "nl": "", "pwd": "",
+    "sha256sum": "", "stat": "", "tail": "-[a-z0-9]*[fF].*|--follow.*|--retry", "wc": "--files0-from.*",
 }  # fmt: skip
 """Programs that only look, and the options (a regular expression) with which they do more."""
 LOOKING_GIT = ("status", "log", "diff", "show", "ls-files", "rev-parse")
@@ -2160,7 +2167,7 @@ async def read_from_file(context: ToolContext, arguments: dict[str, Any]) -> Too
         text = _numbered(text.split("\n")[: len(shown)], first)
     last = first - 1 + len(shown)
     if first > 1 or last != total:
-        text = f"{text.rstrip()}\n[lines {first} to {last} of {total or 'more'}]"
+        text += f"\n[lines {first} to {last} of {total or 'more'}]"
     return ToolResult(text)
 
 
