@@ -16,9 +16,9 @@ returns), and a turn of *steps* (one reply of the model and the tool calls it as
 the list of messages and only grows; the *view* is what is sent of it. *Events* are facts that the loop
 yields; *sinks* (renderers, the session log) take them, and decide nothing.
 
-Sections: Errors and interruption, Configuration, Messages, Events, Text, Workspace, Snapshots, Sandbox, Tools,
-Approval, Provider: errors, Provider: adaptation, Provider: wires, Provider: requests, Context, Agent, Session, Undo,
-Renderers, Slash commands, REPL, Headless, Command line.
+Sections: Errors and interruption, Configuration, Messages, Events, Text, Workspace, Snapshots, Sandbox, Evidence,
+Tools, Approval, Provider: errors, Provider: adaptation, Provider: wires, Provider: requests, Context, Plan, Agent,
+Session, Undo, Renderers, Slash commands, REPL, Headless, Command line.
 
 Read `Agent.turn` first: it is the whole control flow. `build_runtime` wires all parts together.
 """
@@ -351,11 +351,16 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class ToolResult:
-    """What a tool call led to: `content` for the model, `display` for the user where that differs."""
+    """What a tool call led to: `content` for the model, `display` for the user where that differs.
+
+    `command`: the command that was run, if one was; `status`: its exit status, None when that is not known.
+    """
 
     content: str
     is_error: bool = False
     display: str | None = None
+    command: str | None = None
+    status: int | None = None
 
 
 @dataclass(frozen=True)
@@ -712,6 +717,89 @@ class Notice:
     text: str
 
 
+SHOWN_STEPS = 3
+
+
+def _count(things: Sequence[str] | int | None, noun: str) -> str:
+    number = len(things) if isinstance(things, Sequence) else things
+    return f"{'?' if number is None else number or 'no'} {noun}{'' if number == 1 else 's'}"
+
+
+@dataclass(frozen=True)
+class PlanProgress:
+    """plan.txt was changed: how many of its steps are done, and the texts of those that are open.
+
+    `titles` and `spec` are digests: of the steps without their boxes, and of the spec.txt that they were made from.
+    """
+
+    done: int
+    total: int
+    open: tuple[str, ...]
+    titles: str
+    spec: str
+
+
+@dataclass(frozen=True)
+class TestRun:
+    """The last test command that was run. `status`: its exit status, None when it cannot be told.
+
+    `tree`: the snapshot of the workspace just after it, "" when there is none.
+    """
+
+    __test__ = False  # pytest: this is no test class
+
+    command: str
+    status: int | None
+    tree: str = ""
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What a turn did as the harness saw it, not as the model tells it.
+
+    `files`: paths that differ from before the turn, None when that cannot be told; `commands`: how many were run;
+    `test`: the last test run of the session; `changed_since`: paths that were changed after it, None when that
+    cannot be told; `open_steps`: of the plan; `claimed`: the answer says that tests pass.
+    """
+
+    files: tuple[str, ...] | None
+    commands: int
+    test: TestRun | None = None
+    changed_since: tuple[str, ...] | None = ()
+    open_steps: tuple[str, ...] = ()
+    claimed: bool = False
+
+    @property
+    def is_proof(self) -> bool:
+        """Whether the last test run ended well and nothing has been changed since."""
+        return self.test is not None and self.test.status == 0 and self.changed_since == ()
+
+    def tests(self) -> str:
+        """Whether the last test run came after the last change, and how it ended."""
+        if self.test is None:
+            return "no test ran"
+        status = self.test.status
+        run = f"{self.test.command}: {'exit status not known' if status is None else f'exit {status}'}"
+        if self.changed_since is None:
+            return f"{run}; what was changed since cannot be told"
+        return (
+            f"no test ran since the last change ({run}, before it)"
+            if self.changed_since
+            else (f"{run}, after the last change")
+        )
+
+    def lines(self) -> list[str]:
+        """The whole in one or two lines; none when there is nothing to say."""
+        said = []
+        if self.files != () or self.commands or (self.claimed and not self.is_proof):
+            said.append(f"{_count(self.files, 'file')} changed, {_count(self.commands, 'command')}; {self.tests()}")
+        if self.open_steps:
+            more = len(self.open_steps) - SHOWN_STEPS
+            steps = "; ".join(step[:70] for step in self.open_steps[:SHOWN_STEPS])
+            said.append(f"open in plan.txt: {steps}{f'; and {more} more' if more > 0 else ''}")
+        return said
+
+
 @dataclass(frozen=True)
 class TurnEnd:
     """The last event of a turn. `reason`: done, needs_input, interrupted, limit or error."""
@@ -727,7 +815,7 @@ class TurnEnd:
 Delta = TextDelta | ThinkingDelta | Retry | Adapted
 Event = (
     SessionStart | RequestStart | Delta | RequestEnd | MessageAdded | ToolStart | ToolOutput | ToolEnd | Compacted
-    | Notice | TurnEnd
+    | Notice | PlanProgress | Evidence | TurnEnd
 )  # fmt: skip
 Sink = Callable[[Event], None]
 
@@ -755,6 +843,14 @@ def event_to_json(event: Event) -> dict[str, Any] | None:
             return {"type": "compacted", "tokens_before": before, "tokens_after": after, "summary": summary}
         case Notice(text):
             return {"type": "notice", "text": text}
+        case PlanProgress(done, total, steps):
+            return {"type": "plan", "done": done, "total": total, "open": steps}
+        case Evidence(files, commands, test, changed_since, steps):
+            run = test and {"command": test.command, "exit_status": test.status, "changed_since": changed_since}
+            return {
+                "type": "evidence", "files": files, "commands": commands, "test": run, "open_steps": steps,
+                "text": "\n".join(event.lines()),
+            }  # fmt: skip
         case TurnEnd(reason, error, usage, steps, elapsed_s):
             return {
                 "type": "turn_end", "reason": reason, "error": error, "usage": dataclasses.asdict(usage),
@@ -864,6 +960,11 @@ def hide_secrets(text: str, secrets: Mapping[str, str]) -> str:
     return text
 
 
+def digest(data: bytes) -> str:
+    """A short name that two contents share only when they are the same."""
+    return hashlib.sha256(data).hexdigest()[:16]
+
+
 def estimate_tokens(value: Any) -> int:
     """A rough count, four characters a token, of a message or any JSON value."""
     return len(json.dumps(value, ensure_ascii=False)) // 4 + 1
@@ -877,6 +978,8 @@ def estimate_tokens(value: Any) -> int:
 # Not covered: a hard link that existed before leads to the same file as its other names (it is asked for).
 
 Zone = Literal["workspace", "scratch", "outside"]
+
+SPEC_FILE, PLAN_FILE = "spec.txt", "plan.txt"  # the workflow's two files, at the workspace's top
 
 HIDDEN = (
     ".ssh", ".aws", ".azure", ".gnupg", ".kube", ".docker", ".netrc", ".npmrc", ".pypirc", ".git-credentials",
@@ -1507,6 +1610,16 @@ class SnapshotStore:
                 yield path + name, was, now
             below = [self._tree_of(entry) or Tree(0, {}) for entry in (was, now)]
             yield from self._differences(below[0], below[1], f"{path}{name}/")
+
+    def changed_files(self, old: str, new: str) -> tuple[str, ...] | None:
+        """The paths of files and links that differ between two trees; None when that cannot be told."""
+        with contextlib.suppress(SnapshotError):
+            return tuple(
+                one_line(path, 200)
+                for path, was, now in self.differences(old, new)
+                if any(entry and entry.kind != "d" for entry in (was, now))
+            )
+        return None
 
     def _tree_of(self, entry: Entry | None) -> Tree | None:
         return self.tree(entry.content) if entry and entry.kind == "d" else None
@@ -2238,6 +2351,130 @@ class Jobs:
             shutil.rmtree(self._folder, ignore_errors=True)
 
 
+# --- Evidence -------------------------------------------------------------------------------------
+# What a turn really did, from the harness's own record: the files that differ, the commands that ran, and whether the
+# last test run came after the last change. "Changed" is what snapshots say, whoever changed it, except for plan.txt.
+# Covered: a test command is known by its words (the table below), also behind `cd x &&`, `timeout`, `uv run`,
+# `bash -c`. Not covered: whether the tests test anything; a status that the rest of the command hides (`pytest | tail`,
+# `pytest; true`) is not known, and that is said.
+
+TEST_COMMANDS: Mapping[str, str] = {
+    "Python": r"(pytest|py\.test|tox|nox|nose2|trial)\b"
+    r"|python[\d.]* (-[A-Za-ln-z]\S* )*(-m ?(pytest|unittest|nose2|doctest)\b"
+    r"|\S*\b(test_\w+|\w+_test|(run_?)?tests?)\.py\b|(setup|manage)\.py test\b)",
+    "JavaScript": r"(npm|pnpm|yarn|bun|deno) (-\S+ )*(run )?(t|test)(:\S+)?( |$)|(jest|vitest|mocha|ava)\b"
+    r"|node (-\S+ )*--test\b|(playwright|ng) test\b|cypress run\b",
+    "Rust, Go": r"cargo (\+\S+ )?(test|t|nextest run)( |$)|go test\b|gotestsum\b",
+    "make": r"(make|gmake|just|task|ninja|rake|meson|bazel) (\S+ )*([\w-]+-)?(tests?|check|unittest)( |$)|ctest\b",
+    "JVM, .NET": r"(mvnw?|gradlew?|sbt|lein) (\S+ )*(test|check|verify)( |$)|dotnet test\b",
+    "others": r"(rspec|phpunit|pest|bats|busted|prove)\b|(rails|mix|swift|stack|cabal|dune|flutter|dart|composer)"
+    r" test\b|zig (build )?test\b|ruby (-\S+ )*\S*(_test|_spec|test_\w+)\.rb\b|(run[-_])?tests?\.(sh|py|pl)\b",
+}
+"""Per kind: the words of a command, its program without folders, that make it a test run."""
+_TEST = re.compile("|".join(TEST_COMMANDS.values()))
+_RUNS_NOTHING = re.compile(r" (--version|--help|-h|--collect-only|--co|--no-run|--list|--fixtures)( |$)")
+_WRAPPER = re.compile(  # what may stand before the program
+    r"([A-Za-z_]\w*=\S* |(do|then|else|time|nice|env|command|exec|nohup|sudo|npx|bunx|xvfb-run) (-\S+ )*"
+    r"|timeout (-\S+ )*[\d.]+[smh]? |(uv|poetry|pipenv|pdm|hatch|rye) run (-\S+ )*|(bundle|pnpm|yarn) exec "
+    r"|coverage run (-(?!m )\S+ )*(?=-m )|python[\d.]* -m coverage run (-(?!m )\S+ )*(?=-m ))"
+)
+_HERE_DOCUMENT = re.compile(r"<<-?\s*(['\"]?)(\w+)\1(.*?)\n.*?^\s*\2$", re.DOTALL | re.MULTILINE)
+NO_TESTS = re.compile(r"^(Ran 0 tests|NO TESTS RAN|=+ no tests ran)|\[no test files\]\s*\Z", re.MULTILINE)
+
+
+CLAIM = re.compile(
+    r"\btests?\b[^.\n]{0,40}\b(pass(es|ed|ing)?|succeed(s|ed)?|green)\b|\bpass\w* [^.\n]{0,20}\btests?\b", re.I
+)
+"""Words with which an answer says that tests pass."""
+
+
+class TestCommand(NamedTuple):
+    """A test run inside a command. `is_hidden`: the command's exit status is not the test run's."""
+
+    name: str
+    is_hidden: bool
+
+
+def _parts(command: str) -> list[tuple[str, str]]:
+    """The simple commands of a shell command as (the operator before it, its words); raises ValueError."""
+    text = _HERE_DOCUMENT.sub(r"\3", re.sub(r"^\s*#.*|\\\n", "", command, flags=re.MULTILINE))
+    lexer = shlex.shlex(text, posix=True, punctuation_chars="();<>|&\n")
+    lexer.whitespace, lexer.commenters, lexer.whitespace_split = " \t\r", "", True
+    parts: list[tuple[str, list[str]]] = [("", [])]
+    skip = False
+    for token in lexer:
+        if set(token) & set("<>") and set(token) <= set("<>&|"):  # a redirection
+            skip = True
+            if parts[-1][1] and parts[-1][1][-1].isdecimal():
+                parts[-1][1].pop()
+        elif token and set(token) <= set("();|&\n"):
+            parts.append((re.sub(r"[()\n]", ";", token).strip(";") or ";", []))
+        elif skip:
+            skip = False
+        else:
+            parts[-1][1].append(token)
+    return [(operator, shlex.join(words)) for operator, words in parts if words or operator == "&"]
+
+
+def _test_name(words: str) -> str:
+    """The words of a simple command from its program on, if that is a test run, else ""."""
+    while wrapper := _WRAPPER.match(words + " "):
+        words = words[wrapper.end() :]
+    words = re.sub(r"^\S*/(?=\S)", "", words) if not words.startswith("-m") else f"python {words}"
+    return words if _TEST.match(words) and not _RUNS_NOTHING.search(words) else ""
+
+
+def find_test(command: str) -> TestCommand | None:
+    """The last test run of a shell command, None when there is none that is recognised."""
+    try:
+        parts = _parts(command)
+        for index in range(len(parts) - 1, -1, -1):
+            operator, words = parts[index]
+            if shell := re.match(r"(?:\S*/)?(?:ba|z|da)?sh -\w*c (.*)", words):
+                inner = find_test(shlex.split(shell[1])[0])
+                name, is_hidden = inner or ("", False)
+            else:
+                name, is_hidden = _test_name(words), False
+            if name:
+                after = [operator for operator, _ in parts[index + 1 :]]
+                pipes = ["&&", "|"] if after[:1] == ["&&"] or any("pipefail" in part for _, part in parts) else ["&&"]
+                is_hidden = is_hidden or operator == "||" or words.startswith("! ")
+                return TestCommand(one_line(name, 60), is_hidden or not all(each in pipes for each in after))
+    except (ValueError, IndexError):
+        return None
+    return None
+
+
+class Ledger:
+    """What the harness saw: the commands of this turn and the last test run of the session."""
+
+    def __init__(self, test: TestRun | None = None) -> None:
+        self.test = test
+        self.commands = 0
+
+    def begin(self) -> None:
+        """A turn begins."""
+        self.commands = 0
+
+    def note(self, result: ToolResult) -> TestRun | None:
+        """Take a tool's result; the test run that it shows, not yet with its tree."""
+        if result.command is None:
+            return None
+        self.commands += 1
+        test = find_test(result.command)
+        if test is None or (not result.status and NO_TESTS.search(result.content)):
+            return None
+        self.test = TestRun(test.name, None if test.is_hidden else result.status)
+        return self.test
+
+    def changed_since(self, store: SnapshotStore, tree: str) -> tuple[str, ...] | None:
+        """The paths in which `tree` differs from the workspace as the last test run left it; None: cannot be told."""
+        if not (self.test and self.test.tree and tree):
+            return None if self.test else ()
+        changed = store.changed_files(self.test.tree, tree)
+        return None if changed is None else tuple(path for path in changed if path != PLAN_FILE)
+
+
 # --- Tools ----------------------------------------------------------------------------------------
 # The four tools, each with its JSON schema beside it, and the check of what the model passes to them.
 # A tool returns a ToolResult or raises ToolError; both end as the answer to the call. `preview` says beforehand what
@@ -2431,13 +2668,17 @@ async def run_shell_command(context: ToolContext, arguments: dict[str, Any]) -> 
             await interruptible(job.exited.wait(), context.interrupt, FIRST_LOOK_S)
         number = max(jobs.background)
         how = "" if job.exited.is_set() else f"; stop it with: kill %{number}"
-        return ToolResult(f"{job.output.text()}\n[{jobs.describe(number)}{how}]".lstrip())
+        return ToolResult(f"{job.output.text()}\n[{jobs.describe(number)}{how}]".lstrip(), command=command)
     wanted_s = float(arguments.get("timeout_s") or 0)
     await job.run(min(wanted_s if wanted_s > 0 else context.config.shell_timeout_s, MAX_TIMEOUT_S), context.interrupt)
     output = job.output.text().strip("\n")
     hint = _hint(output, network) if context.sandbox and not unsandboxed and job.status else ""
+    if (test := find_test(command)) and test.is_hidden:
+        hint += f"\n[this exit code is not that of {test.name}: let it be the last command, without a pipe after it]"
     news = "".join(f"\n[{line}]" for line in jobs.news())
-    return ToolResult(f"{output}\n[{job.how}]{hint}{news}".lstrip(), is_error=job.status != 0)
+    return ToolResult(
+        f"{output}\n[{job.how}]{hint}{news}".lstrip(), is_error=job.status != 0, command=command, status=job.status
+    )
 
 
 def _preview_command(context: ToolContext, arguments: dict[str, Any]) -> Preview:
@@ -2997,9 +3238,10 @@ def describe_call(call: ToolCall) -> str:
 
 
 # --- Approval -------------------------------------------------------------------------------------
-# The decision on one call, asked by the loop before the tool runs, never by the tool. Modes: plan (only looking;
-# commands see the workspace read-only), ask (before each write and each command that does more than look), auto (as
-# ask, but what the sandbox and the workspace confine runs unasked), all (nothing is asked).
+# The decision on one call, asked by the loop before the tool runs, never by the tool. Modes: plan (only looking,
+# and writing plan.txt; commands see the workspace read-only), ask (before each write and each command that does more
+# than look), auto (as ask, but what the sandbox and the workspace confine runs unasked), all (nothing is asked). While
+# /plan runs, the rules of plan hold whatever the mode is.
 # Not a protection by itself: what a command can do is limited by the sandbox alone. No file in the workspace
 # changes a mode or makes a grant.
 
@@ -3071,6 +3313,8 @@ class Approvals:
         self.mode = mode or ("auto" if sandbox else "ask")
         self.sandbox = sandbox
         self.ask = ask
+        self.planning = False
+        """In this turn only a plan is to be made, whatever the mode."""
         self.grants: list[str] = []
 
     def grant_for(self, preview: Preview, sources: Sequence[str]) -> str:
@@ -3097,10 +3341,15 @@ class Approvals:
 
     async def __call__(self, tool: Tool, preview: Preview, sources: Sequence[str]) -> Decision:
         """Decide on one call; `sources`: what the model has read since the user's last own words."""
-        if self.mode == "plan" and preview.risk != "read":
+        if (self.mode == "plan" or self.planning) and preview.risk != "read":
             if preview.harmless or (preview.risk == "exec" and self.sandbox and preview.confined):
                 return Decision(True, read_only=True)
-            return Decision(False, "only looking is allowed in the mode plan; the user leaves it with /approvals")
+            if preview.risk == "write" and preview.subject == PLAN_FILE and not preview.concern:
+                return ALLOWED
+            way_out = "/go carries the plan out" if self.planning else "the user leaves it with /approvals"
+            return Decision(
+                False, f"a plan is being made: only looking, and writing {PLAN_FILE}, is allowed; {way_out}"
+            )
         if not self.needs_question(preview):
             return ALLOWED
         if self.ask is None:
@@ -4693,6 +4942,147 @@ def extract_summary(text: str) -> str:
     return (found[1] if found else text).strip()
 
 
+# --- Plan -----------------------------------------------------------------------------------------
+# spec.txt says what is wanted, plan.txt what is to be done: numbered steps with a box each. The harness reads both
+# files itself, so the plan outlives restart and compaction. It notices when spec.txt is no longer the one that the
+# plan was made from: by its digest in the session log, or in a new session by the times of the two files.
+
+PLAN_PROMPT = """\
+{source}, look at what is there already, and write a plan to plan.txt. Do not write code yet.
+In plan.txt each step is one line with a number, an empty box, what is to be done, and how it is tested:
+1. [ ] do this (test: how it is checked)
+Small steps in the order of the work; what is done already has [x]. Then say in a few lines what the plan is and what is
+unclear, and ask whether it is approved."""
+
+# Small models on the JSON wire are held to a plan by words such as "not"; so there are none of those here.
+GO_PROMPT = """\
+Carry out plan.txt, one step after the other, until every box is ticked: take the first open step, write its test first,
+then the code, run the tests, mend what fails, and when they pass tick its box in plan.txt: [x]. {commit}
+At the end run all tests once more, then say what works and what is left."""
+COMMIT, LEAVE_COMMITS = "Commit each finished step with git.", "Leave commits to the user."
+SPEC_CHANGED = "spec.txt has changed since plan.txt was made from it"
+
+_BOX = r"(?:\[(?P<mark>[ \t\w✓✔✗✘~-]?)\]|(?P<sign>[☐☑☒✅⬜🔲]))"
+_NUMBER = r"(?:(?:step|task)\s*)?(?P<number>\d+(?:\.\d+)*)\s*[.):-]?"
+_BULLET, _STRONG = r"(?:[-*+•]\s+|\#{1,6}\s*)?", r"(?:\*\*|__)?"
+_STEP_FORMS = tuple(
+    re.compile(rf"\s*{_BULLET}{_STRONG}{form}$", re.IGNORECASE)
+    for form in (
+        rf"(?:{_NUMBER})?\s*{_BULLET}{_BOX}\s*(?P<text>.+)",  # 1. [ ] text    - [ ] text    ### Step 1: [ ] text
+        rf"{_NUMBER}\s+(?P<text>.+?)\s*{_BOX}",  # 1. text [x]
+        rf"{_NUMBER}\s+(?P<text>.+)",  # 1. text
+    )
+)
+PLAN_LIMIT = 256_000  # bytes that are read of either file
+
+
+@dataclass(frozen=True)
+class PlanStep:
+    """One step of the plan. `has_box`: whether the file can say that it is done."""
+
+    number: str
+    text: str
+    done: bool
+    has_box: bool = True
+
+    def __str__(self) -> str:
+        return f"{self.number}. {self.text}"
+
+
+def parse_plan(text: str) -> list[PlanStep]:
+    """The steps of a plan: its lines with a box; without any box, its numbered lines that are not indented."""
+    steps: list[PlanStep] = []
+    for line in text.splitlines():
+        found = next(filter(None, (form.match(line[:2000]) for form in _STEP_FORMS)), None)
+        if found is None:
+            continue
+        groups = found.groupdict()
+        mark, sign = groups.get("mark"), groups.get("sign")
+        has_box = mark is not None or sign is not None
+        if not has_box and line[:1].isspace():
+            continue
+        done = sign in ("☑", "☒", "✅") if sign else (mark or "").strip().lower() in ("x", "✓", "✔", "y", "v")
+        title = re.sub(rf"^{_NUMBER}\s+", "", groups["text"].strip(" *_"), flags=re.IGNORECASE)
+        number = groups["number"] or (inner[1] if (inner := re.match(_NUMBER, groups["text"], re.I)) else "")
+        steps.append(PlanStep(number or str(len(steps) + 1), one_line(title, 200), done, has_box))
+    return [step for step in steps if step.has_box] or steps
+
+
+class PlanFile:
+    """plan.txt as it was last read, and which spec.txt it was made from (see PlanProgress)."""
+
+    def __init__(self, workspace: Workspace, titles: str = "", spec: str = "") -> None:
+        self.steps: list[PlanStep] = []
+        self._workspace = workspace
+        self._titles, self._spec = titles, spec
+        self._last: PlanProgress | None = None
+
+    def _read(self, name: str) -> bytes:
+        """The file's content, b"" when there is none that can be read."""
+        with contextlib.suppress(ToolError):
+            return self._workspace.read(self._workspace.locate(name), PLAN_LIMIT)
+        return b""
+
+    def _spec_is_newer(self) -> bool:
+        with contextlib.suppress(OSError):
+            spec, plan = (os.stat(self._workspace.root / name) for name in (SPEC_FILE, PLAN_FILE))
+            return spec.st_mtime_ns > plan.st_mtime_ns
+        return False
+
+    def look(self, in_turn: bool) -> PlanProgress | None:
+        """Read the plan anew; its progress when that is another than at the last look.
+
+        Steps that were rewritten in a turn were made from the spec.txt of now.
+        """
+        self.steps = parse_plan(self._read(PLAN_FILE).decode("utf-8", "replace"))
+        if not self.steps:
+            self._titles = self._spec = ""
+            return None
+        titles = digest("\n".join(step.text for step in self.steps).encode())
+        if titles != self._titles and (in_turn or not self._titles):
+            is_older = not in_turn and self._spec_is_newer()
+            self._spec = "older" if is_older else digest(self._read(SPEC_FILE))
+        self._titles = titles
+        progress = PlanProgress(
+            sum(step.done for step in self.steps), len(self.steps), self.open_steps(), titles, self._spec
+        )
+        changed, self._last = progress != self._last, progress
+        return progress if changed else None
+
+    def open_steps(self) -> tuple[str, ...]:
+        """The steps that are not done."""
+        return tuple(str(step) for step in self.steps if not step.done)
+
+    def spec_changed(self) -> bool:
+        """Whether spec.txt is another one than the plan was made from."""
+        spec = self._read(SPEC_FILE)
+        return bool(self.steps and spec and digest(spec) != self._spec)
+
+    def spec_digest(self) -> str:
+        """Which spec.txt it is now."""
+        return digest(self._read(SPEC_FILE))
+
+    def text(self) -> str:
+        """The progress in a few letters for a status line, "" without a plan."""
+        return f"plan {sum(step.done for step in self.steps)}/{len(self.steps)}" if self.steps else ""
+
+
+def plan_prompt(has_spec: bool, words: str) -> str:
+    """The prompt of a turn that makes the plan; `words`: what the user adds, or the task where there is no spec."""
+    prompt = PLAN_PROMPT.format(source=f"Read {SPEC_FILE}" if has_spec else "Read the task below")
+    return f"{prompt}\n\n{words}" if words else prompt
+
+
+def go_prompt(words: str, spec_changed: bool) -> str:
+    """The prompt of a turn that carries the plan out; `words` may begin with "commit"."""
+    commits = re.match(r"commit\b\s*", words)
+    rest = words[commits.end() :] if commits else words
+    prompt = GO_PROMPT.format(commit=COMMIT if commits else LEAVE_COMMITS)
+    if spec_changed:
+        prompt = f"{SPEC_CHANGED}: read it first and bring the plan up to date.\n{prompt}"
+    return f"{prompt}\n\n{rest}" if rest else prompt
+
+
 # --- Agent ----------------------------------------------------------------------------------------
 # The loop. It knows no terminal and no disk: it yields events, and asks for decisions through `approve`.
 
@@ -5034,6 +5424,8 @@ def build_system_prompt(config: Config) -> str:
 #   snapshot    why, tree                                                     the workspace, before a turn, an undo or
 #                                                                             a redo changes it
 #   changed     tree, kept                                                    the workspace after that
+#   plan        done, total, open, titles, spec                               plan.txt was changed
+#   evidence    files, commands, test, changed_since, open_steps              what a turn did
 #   turn_end    reason, error, usage, steps, elapsed_s                        a turn ended
 #
 # Covered: a torn or zeroed tail is set aside and said; damaged lines are skipped and said; a full or read-only disk
@@ -5081,6 +5473,10 @@ class Folded:
     """("undo" or "redo", the change) when the last one left files alone because they were changed since."""
     changing: list[Change] | None = None
     """The list whose last change waits for its tree afterwards."""
+    plan: tuple[str, str] = ("", "")
+    """Digests of the plan's steps and of the spec.txt that they were made from."""
+    test: TestRun | None = None
+    """The last test run."""
     _going: tuple[str, Change] | None = None
     """What an undo or redo that has begun takes back."""
 
@@ -5098,6 +5494,13 @@ class Folded:
                 self._begin_change(why, tree)
             case {"type": "changed", "tree": str(tree), "kept": int(kept)}:
                 self._end_change(tree, kept)
+            case {"type": "plan", "titles": str(titles), "spec": str(spec)}:
+                self.plan = (titles, spec)
+            case {
+                "type": "evidence",
+                "test": {"command": str(command), "status": int() | None as status, "tree": str(tree)},
+            }:
+                self.test = TestRun(command, status, tree)
             case {"type": "message" | "compacted" | "snapshot" | "changed" | "session"}:
                 self.dropped += 1
 
@@ -5182,6 +5585,10 @@ def event_to_record(event: Event) -> dict[str, Any] | None:
             return record
         case Compacted():
             return {"type": "compacted", **dataclasses.asdict(event)}
+        case PlanProgress():
+            return {"type": "plan", **dataclasses.asdict(event)}
+        case Evidence():
+            return {"type": "evidence", **dataclasses.asdict(event)}
         case TurnEnd(reason, error, usage, steps, elapsed_s):
             return {
                 "type": "turn_end", "reason": reason, "error": error, "usage": dataclasses.asdict(usage),
@@ -5696,6 +6103,10 @@ class TerminalRenderer:
                 self.line(f"compacted: about {before} tokens before, {after} now", "dim")
             case Notice(text):
                 self.line(text, "yellow")
+            case Evidence():
+                self.flush()
+                for line in event.lines():
+                    self.line(f"[{line}]", "dim")
             case TurnEnd():
                 self.flush()
                 self._end(event)
@@ -5788,6 +6199,9 @@ class PlainRenderer:
                 self._say(f"{reason}: trying again in {delay_s:.0f} s (attempt {attempt})")
             case Adapted(what) | Notice(what):
                 self._say(what)
+            case Evidence():
+                for line in event.lines():
+                    self._say(f"[{line}]")
             case ToolStart(call):
                 self._say(f"> {describe_call(call)}")
             case ToolEnd(_, result):
@@ -5822,7 +6236,13 @@ class Runtime:
         self.leaving = False
         self.busy = False  # a turn is running
         self.undo = Undo(session, snapshot_store(config, session.id))
+        self.plan = PlanFile(agent.context.workspace)
+        self.ledger = Ledger()
+        self.evidence = Evidence((), 0)
+        """Of the last turn."""
         self._changing = False  # this turn has taken its snapshot, or could not
+        self._before = self._after = ""  # the trees before this turn's first change and after its last one
+        self._said_of = ""  # the spec.txt of which it was said that it has changed
         agent.before_change = self._before_change
 
     def emit(self, event: Event) -> None:
@@ -5833,20 +6253,55 @@ class Runtime:
             for sink in self.sinks:
                 sink(item)
 
-    async def send(self, prompt: str) -> TurnEnd:
-        """Run one turn and return its end."""
+    async def send(self, prompt: str, planning: bool = False) -> TurnEnd:
+        """Run one turn and return its end. `planning`: nothing may be changed but plan.txt."""
         end: Event | None = None
-        self.busy, self._changing = True, False
+        self.busy, self._changing, self.approvals.planning = True, False, planning
+        self._before = self._after = ""
+        self.ledger.begin()
         try:
+            self._look_at_plan(in_turn=False)
             async with aclosing(self.agent.turn(prompt)) as events:
                 async for event in events:
+                    if isinstance(event, TurnEnd):
+                        await self._after_change()
+                        self.emit(await self._gather_evidence())
                     self.emit(event)
+                    if isinstance(event, ToolEnd):
+                        await self._observe(event.result)
                     end = event
-            await self._after_change()
         finally:
-            self.busy = False
+            self.busy = self.approvals.planning = False
         assert isinstance(end, TurnEnd)
         return end
+
+    def _look_at_plan(self, in_turn: bool) -> None:
+        """Say how far the plan is when that has changed, and once that spec.txt is another one since."""
+        if progress := self.plan.look(in_turn):
+            self.emit(progress)
+        if not in_turn and self.plan.spec_changed() and self._said_of != (spec := self.plan.spec_digest()):
+            self._said_of = spec
+            self.emit(Notice(f"{SPEC_CHANGED}; /plan brings it up to date"))
+
+    async def _observe(self, result: ToolResult) -> None:
+        """Take a tool's result into the record of what was done."""
+        if test := self.ledger.note(result):
+            with contextlib.suppress(SnapshotError):  # then what is changed after it cannot be told, and that is said
+                self.ledger.test = dataclasses.replace(test, tree=await asyncio.to_thread(self.undo.take))
+        self._look_at_plan(in_turn=True)
+
+    async def _gather_evidence(self) -> Evidence:
+        """What this turn did, and what the last test run is worth now."""
+        store, now = self.undo.store, self._after
+        if self.ledger.test and not now:
+            with contextlib.suppress(SnapshotError):
+                now = await asyncio.to_thread(self.undo.take)
+        files = () if not self._changing else store.changed_files(self._before, now) if self._before and now else None
+        since = self.ledger.changed_since(store, now)
+        last = self.agent.messages[-1]
+        claimed = last["role"] == "assistant" and bool(CLAIM.search(message_text(last)))
+        self.evidence = Evidence(files, self.ledger.commands, self.ledger.test, since, self.plan.open_steps(), claimed)
+        return self.evidence
 
     async def _before_change(self) -> None:
         """Save the workspace before the first change of a turn; when that fails the turn goes on, and it is said."""
@@ -5862,13 +6317,15 @@ class Runtime:
             self.emit(Notice(f"/undo cannot take this turn back: {exc}"))
         else:
             self.undo.begin("turn", tree)
+            self._before = tree
         self._changing = True
 
     async def _after_change(self) -> None:
         """Save what the turn left, so that a later undo knows what was changed since."""
         if self._changing and self.session.folded.changing:
             with contextlib.suppress(SnapshotError):  # then what was changed since cannot be told, and undo says so
-                self.undo.end(await asyncio.to_thread(self.undo.take))
+                self._after = await asyncio.to_thread(self.undo.take)
+                self.undo.end(self._after)
 
     async def close(self) -> None:
         """End what runs in the background and let the session go."""
@@ -5884,12 +6341,15 @@ class Runtime:
         self.agent.restore(session.folded.messages, session.folded.checkpoint)
         self.approvals.grants.clear()
         self.undo = Undo(session, snapshot_store(self.config, session.id))
+        self.plan = PlanFile(self.agent.context.workspace, *session.folded.plan)
+        self.ledger = Ledger(session.folded.test)
         self.emit(SessionStart(session.id, str(self.config.workspace), self.agent.provider.model, session.resumed))
         for event in self.agent.settle():
             self.emit(event)
 
 
-Command = Callable[[Runtime, str], Awaitable[str]]
+Command = Callable[[Runtime, str], Awaitable[str | TurnEnd]]
+"""Takes what stands after its name; returns what to show, or the end of the turn that it ran."""
 COMMANDS: dict[str, Command] = {}
 
 
@@ -5904,6 +6364,26 @@ async def help_command(runtime: Runtime, rest: str) -> str:
     """Show the commands."""
     lines = [f"{name:10} {(function.__doc__ or '').strip()}" for name, function in sorted(COMMANDS.items())]
     return "\n".join(lines)
+
+
+@command
+async def plan_command(runtime: Runtime, rest: str) -> str | TurnEnd:
+    """Have plan.txt written from spec.txt, and nothing else: /plan [WORDS]."""
+    has_spec = (runtime.config.workspace / SPEC_FILE).exists()
+    if not has_spec and not rest:
+        return f"there is no {SPEC_FILE}: write it, or say what is to be planned: /plan WORDS"
+    return await runtime.send(plan_prompt(has_spec, rest), planning=True)
+
+
+@command
+async def go_command(runtime: Runtime, rest: str) -> str | TurnEnd:
+    """Have plan.txt carried out, tests first; /go commit: also commit each step."""
+    runtime.plan.look(in_turn=False)
+    if not runtime.plan.steps:
+        return f"there is no {PLAN_FILE} with numbered steps: /plan has it written"
+    if not runtime.plan.open_steps():
+        return f"all {len(runtime.plan.steps)} steps of {PLAN_FILE} are done: change it, or /plan makes a new one"
+    return await runtime.send(go_prompt(rest, runtime.plan.spec_changed()))
 
 
 @command
@@ -6119,9 +6599,13 @@ async def exit_command(runtime: Runtime, rest: str) -> str:
 COMMANDS["/quit"] = exit_command
 
 
-async def run_slash_command(runtime: Runtime, line: str) -> str:
+TURN_COMMANDS = ("/plan", "/go")  # those that a headless run takes as its prompt
+
+
+async def run_slash_command(runtime: Runtime, line: str) -> str | TurnEnd:
     """Run `/name rest`; an unknown name is said, with the nearest known one, and never run."""
-    name, _, rest = line.strip().partition(" ")
+    name, *words = line.split(maxsplit=1)
+    rest = "".join(words)
     function = COMMANDS.get(name.lower())
     if function is None:
         near = difflib.get_close_matches(name.lower(), COMMANDS, 1)
@@ -6231,8 +6715,9 @@ class Repl:
         if text.lower() in EXIT_WORDS:
             self.runtime.leaving = True
         elif text.startswith("/"):
-            output = await run_slash_command(self.runtime, text)
-            if output:
+            with _on_signals(asyncio.get_running_loop(), self.runtime.agent.interrupt.set):
+                output = await run_slash_command(self.runtime, text)
+            if isinstance(output, str) and output:
                 self.renderer.line(output, "none")
         elif text or fresh:
             with _on_signals(asyncio.get_running_loop(), self.runtime.agent.interrupt.set):
@@ -6285,8 +6770,10 @@ async def _refuse(question: Question) -> Answer:
     return Answer("no", f"nobody can be asked in this run ({why}); do without, or tell the user to use --approve all")
 
 
-async def run_headless(runtime: Runtime, prompt: str, as_json: bool, notes: Sequence[str]) -> int:
-    """Run one turn and return the exit status of the outside contract."""
+async def run_headless(
+    runtime: Runtime, prompt: str, as_json: bool, notes: Sequence[str], require_tests: bool = False
+) -> int:
+    """Run one turn, or /plan or /go, and return the exit status of the outside contract."""
     runtime.approvals.ask = _refuse
     renderer = JsonRenderer() if as_json else PlainRenderer()
     runtime.sinks.append(renderer)
@@ -6295,8 +6782,14 @@ async def run_headless(runtime: Runtime, prompt: str, as_json: bool, notes: Sequ
     for note in notes:
         renderer(Notice(note))
     with _on_signals(asyncio.get_running_loop(), runtime.agent.interrupt.set):
-        end = await runtime.send(prompt)
-    return EXIT_TRY_LATER if end.retryable else EXIT_STATUS[end.reason]
+        is_command = prompt.split(maxsplit=1)[0] in TURN_COMMANDS
+        end = await (run_slash_command(runtime, prompt) if is_command else runtime.send(prompt))
+    if isinstance(end, str):
+        raise AgentError(end)
+    status = EXIT_TRY_LATER if end.retryable else EXIT_STATUS[end.reason]
+    if require_tests and status == 0 and not runtime.evidence.is_proof:
+        raise AgentError(f"tests are required: {runtime.evidence.tests()}")
+    return status
 
 
 # --- Command line ---------------------------------------------------------------------------------
@@ -6331,6 +6824,7 @@ def build_parser() -> argparse.ArgumentParser:
     option("new", action="store_true", help="begin a new session; default: continue the last one of the directory")
     option("resume", metavar="ID", nargs="?", const="", help="continue a session; without ID: the last one")
     option("sessions", action="store_true", help="list the sessions of the directory")
+    option("require_tests", action="store_true", help="with --prompt: status 1 unless the last test run is proof")
     option("json", action="store_true", help="with --prompt: print events as JSON lines")
     parser.add_argument("--version", action="version", version=f"agent.py {__version__}")
     return parser
@@ -6481,7 +6975,7 @@ def run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
     async def front() -> int:
         try:
             if prompt is not None:
-                return await run_headless(runtime, prompt, options.json, notes)
+                return await run_headless(runtime, prompt, options.json, notes, options.require_tests)
             from rich.console import Console
 
             return await Repl(runtime, Console(highlight=False)).run(notes)
