@@ -2374,9 +2374,9 @@ TEST_COMMANDS: Mapping[str, str] = {
 _TEST = re.compile("|".join(TEST_COMMANDS.values()))
 _RUNS_NOTHING = re.compile(r" (--version|--help|-h|--collect-only|--co|--no-run|--list|--fixtures)( |$)")
 _WRAPPER = re.compile(  # what may stand before the program
-    r"([A-Za-z_]\w*=\S* |(do|then|else|time|nice|env|command|exec|nohup|sudo|npx|bunx|xvfb-run) (-\S+ )*"
-    r"|timeout (-\S+ )*[\d.]+[smh]? |(uv|poetry|pipenv|pdm|hatch|rye) run (-\S+ )*|(bundle|pnpm|yarn) exec "
-    r"|coverage run (-(?!m )\S+ )*(?=-m )|python[\d.]* -m coverage run (-(?!m )\S+ )*(?=-m ))"
+    r"([A-Za-z_]\w*=\S* |(if|while|until|'!'|do|then|else|time|nice|env|command|exec|nohup|sudo|npx|bunx|xvfb-run)"
+    r" (-\S+ )*|timeout (-\S+ )*[\d.]+[smh]? |(bundle|pnpm|yarn) exec |(uv|poetry|pipenv|pdm|hatch|rye) run"
+    r" ((--(with|python|extra|group)|-p) \S+ |-\S+ )*|(python[\d.]* -m )?coverage run (-(?!m )\S+ )*(?=-m ))"
 )
 _HERE_DOCUMENT = re.compile(r"<<-?\s*(['\"]?)(\w+)\1(.*?)\n.*?^\s*\2$", re.DOTALL | re.MULTILINE)
 NO_TESTS = re.compile(r"^(Ran 0 tests|NO TESTS RAN|=+ no tests ran)|\[no test files\]\s*\Z", re.MULTILINE)
@@ -2438,7 +2438,7 @@ def find_test(command: str) -> TestCommand | None:
             if name:
                 after = [operator for operator, _ in parts[index + 1 :]]
                 pipes = ["&&", "|"] if after[:1] == ["&&"] or any("pipefail" in part for _, part in parts) else ["&&"]
-                is_hidden = is_hidden or operator == "||" or words.startswith("! ")
+                is_hidden = is_hidden or operator == "||" or words.startswith("'!' ")
                 return TestCommand(one_line(name, 60), is_hidden or not all(each in pipes for each in after))
     except (ValueError, IndexError):
         return None
@@ -5004,8 +5004,8 @@ def parse_plan(text: str) -> list[PlanStep]:
         if not has_box and line[:1].isspace():
             continue
         done = sign in ("☑", "☒", "✅") if sign else (mark or "").strip().lower() in ("x", "✓", "✔", "y", "v")
-        title = re.sub(rf"^{_NUMBER}\s+", "", groups["text"].strip(" *_"), flags=re.IGNORECASE)
-        number = groups["number"] or (inner[1] if (inner := re.match(_NUMBER, groups["text"], re.I)) else "")
+        title = re.sub(rf"^{_NUMBER}{_STRONG}:?\s+", "", groups["text"].strip(" *_"), flags=re.IGNORECASE)
+        number = groups["number"] or (inner[1] if (inner := re.match(_STRONG + _NUMBER, groups["text"], re.I)) else "")
         steps.append(PlanStep(number or str(len(steps) + 1), one_line(title, 200), done, has_box))
     return [step for step in steps if step.has_box] or steps
 
@@ -5504,9 +5504,9 @@ class Folded:
                 self.plan = (titles, spec)
             case {
                 "type": "evidence",
-                "test": {"command": str(command), "status": int() | None as status, "tree": str(tree)},
+                "test": {"command": str(words), "status": int() | None as status, "tree": str(tree)},
             }:
-                self.test = TestRun(command, status, tree)
+                self.test = TestRun(words, status, tree)
             case {"type": "message" | "compacted" | "snapshot" | "changed" | "session"}:
                 self.dropped += 1
 
