@@ -1510,11 +1510,13 @@ class Jobs:
         return self._holder_pid
 
     def _watch_over(self) -> None:
-        """See to it that unsandboxed commands are found when they go astray, and end when we are killed."""
+        """See to it that commands end when we are killed.
+
+        bwrap does so itself, but not in its first milliseconds, before it has asked the kernel for it.
+        """
         import subprocess
 
         if self._watcher is None and os.path.isdir("/proc"):
-            adopt_orphans()
             argv = ["/bin/sh", "-c", WATCHER, self._session_tag]
             environ = {"PATH": self._search_path(), "AGENT_CALL": "watcher"}
             self._watcher = subprocess.Popen(argv, env=environ, stdin=subprocess.PIPE, start_new_session=True)
@@ -1525,14 +1527,15 @@ class Jobs:
     ) -> Job:  # fmt: skip
         """Start a command; raises OSError or ValueError when that is not possible."""
         sandbox = None if unsandboxed else self.sandbox
+        environ = {**self._environ, "AGENT_SESSION": self._session_tag}
+        self._watch_over()
         if sandbox:
             holder = self._network_holder(sandbox) if background and not network else self._holder_pid
             argv = sandbox.wrap(command, network, read_only, holder)
-            environ = {**self._environ, **BOXED_ENVIRONMENT}
+            environ |= BOXED_ENVIRONMENT
         else:
-            self._watch_over()
+            adopt_orphans()
             argv = [self._shell, "-c", PLAIN_SHELL.replace("SHELL", self._shell), command]
-            environ = {**self._environ, "AGENT_SESSION": self._session_tag}
         number = max(self.background, default=0) + 1
         name = f"job-{number}.log" if background else f"call-{secrets.token_hex(4)}.log"
         output = CommandOutput(self.folder / name, f"/tmp/{name}" if sandbox else str(self.folder / name), background)
