@@ -852,7 +852,10 @@ class Workspace:
         for temporary in ("/tmp", "/var/tmp"):
             if self.scratch and _is_below(wanted, Path(temporary)) and not _is_below(wanted, self.root):
                 wanted = self.scratch / wanted.relative_to(temporary)
-        real = Path(os.path.realpath(wanted))
+        try:
+            real = Path(os.path.realpath(wanted))
+        except OSError as exc:  # a link that was changed at this moment
+            raise ToolError(f"{escape(path, keep='')}: {exc.strerror}.") from None
         if _is_below(real, self.root):
             return Place(real, "workspace", escape(os.path.relpath(real, self.root), keep=""))
         if self.scratch and _is_below(real, self.scratch):
@@ -1297,7 +1300,8 @@ class Job:
         self.started = time.monotonic()
         self.how = ""  # how it ended, in words
         self.status: int | None = None  # the exit code of a command that ended by itself
-        self.exited = asyncio.Event()
+        self.exited = asyncio.Event()  # the shell has ended
+        self.ended = asyncio.Event()  # nothing is left, and `how` is known
         self._emit = emit
         self._tag = secrets.token_hex(16)
         self._unseen = b""
@@ -1417,6 +1421,7 @@ class Job:
             reason = f"exit code {code if code >= 0 else 128 + number}{named}"
             reason += f"; {left} process(es) left running were stopped; background=true keeps one" if left else ""
         self.how = f"{reason}, {time.monotonic() - self.started:.1f} s"
+        self.ended.set()
 
     async def _stop(self) -> int:
         """End the processes, politely first; how many there were. bwrap itself is only killed: it ends all at once."""
@@ -1728,14 +1733,20 @@ FIRST_LOOK_S = 1.0  # how long a background job is watched, to see it fail at on
 
 def _hint(output: str, network: bool) -> str:
     """Why the sandbox may have made a command fail, and what the model can do about it; "" as a rule."""
-    if "bwrap: " in output[:200]:
-        return "\n[the sandbox could not be started, so nothing was run]"
+    if output.startswith("bwrap: "):
+        return "the sandbox could not be started, so nothing was run"
     if "Read-only file system" in output or "Device or resource busy" in output:
         what = "only the workspace (without .git/config and .git/hooks) and /tmp can be written"
-        return f"\n[sandbox: {what}; unsandboxed=true asks the user]"
+        return f"sandbox: {what}; unsandboxed=true asks the user"
     if not network and NO_NETWORK.search(output):
-        return "\n[sandbox: the network is off; network=true asks the user]"
+        return "sandbox: the network is off; network=true asks the user"
     return ""
+
+
+def _with_notes(output: CommandOutput, *notes: str) -> str:
+    """The output, and after it each note on a line in brackets."""
+    text = output.text().removesuffix("\n")
+    return "\n".join([*([text] if text else []), *(f"[{note}]" for note in notes if note)])
 
 
 async def _job_command(jobs: Jobs, command: str) -> ToolResult | None:
@@ -1769,16 +1780,14 @@ async def run_shell_command(context: ToolContext, arguments: dict[str, Any]) -> 
         raise ToolError(f"The command could not be started: {exc}.") from None
     if background:
         with contextlib.suppress(TimeoutError):
-            await interruptible(job.exited.wait(), context.interrupt, FIRST_LOOK_S)
+            await interruptible(job.ended.wait(), context.interrupt, FIRST_LOOK_S)
         number = max(jobs.background)
-        how = "" if job.exited.is_set() else f"; stop it with: kill %{number}"
-        return ToolResult(f"{job.output.text()}\n[{jobs.describe(number)}{how}]".lstrip())
+        how = "" if job.ended.is_set() else f"; stop it with: kill %{number}"
+        return ToolResult(_with_notes(job.output, jobs.describe(number) + how))
     wanted_s = float(arguments.get("timeout_s") or 0)
     await job.run(min(wanted_s if wanted_s > 0 else context.config.shell_timeout_s, MAX_TIMEOUT_S), context.interrupt)
-    output = job.output.text().strip("\n")
-    hint = _hint(output, network) if context.sandbox and not unsandboxed and job.status else ""
-    news = "".join(f"\n[{line}]" for line in jobs.news())
-    return ToolResult(f"{output}\n[{job.how}]{hint}{news}".lstrip(), is_error=job.status != 0)
+    hint = _hint(job.output.text(), network) if context.sandbox and not unsandboxed and job.status else ""
+    return ToolResult(_with_notes(job.output, job.how, hint, *jobs.news()), is_error=job.status != 0)
 
 
 def _preview_command(context: ToolContext, arguments: dict[str, Any]) -> Preview:
@@ -1830,8 +1839,8 @@ def ignore_rule(line: str, folder: str) -> tuple[re.Pattern[str], bool, bool] | 
     anywhere = "/" not in line
     regex = "".join(
         {"**/": "(?:.*/)?", "/**": "/.*", "**": ".*", "*": "[^/]*", "?": "[^/]"}.get(part)
-        or (re.sub(r"^\[!", "[^", part) if part.startswith("[") else re.escape(part))
-        for part in re.findall(r"\*\*/|/\*\*|\*\*|\*|\?|\[[^\]/]+\]|[^*?\[/]+|.", line.removeprefix("/"))
+        or (re.sub(r"^\[!", "[^", part) if len(part) > 2 and part[0] == "[" else re.escape(part.removeprefix("\\")))
+        for part in re.findall(r"\\.|\*\*/|/\*\*|\*\*|\*|\?|\[[^\]/]+\]|[^*?\[/\\]+|.", line.removeprefix("/"))
     )
     begin = re.escape(f"{folder}/" if folder else "")
     try:
