@@ -1747,6 +1747,18 @@ class Sandbox:
         scratch = str(self.workspace.scratch)
         return [*begin, "--bind", scratch, "/tmp", "--bind", scratch, "/var/tmp"]
 
+    @functools.cached_property
+    def _masks(self) -> tuple[str, ...]:
+        """What is hidden if it exists; the private /tmp hides what is below that by itself."""
+        root, temporary = self.workspace.root, Path("/tmp")
+        return tuple(str(p) for p in self.workspace.hidden if not _is_below(p, temporary) or _is_below(p, root))
+
+    @functools.cached_property
+    def _program(self) -> str:
+        """This file, if it lies in the workspace."""
+        here = Path(os.path.realpath(__file__))
+        return str(here) if _is_below(here, self.workspace.root) else ""
+
     def _protected(self, read_only: bool) -> Iterator[str]:
         """The workspace, what must not be changed in it, and what is hidden: only what exists, so for each call anew.
 
@@ -1762,16 +1774,13 @@ class Sandbox:
             for path in (git / "hooks", git / "config", git / "config.worktree", git / "modules"):
                 if path.exists():
                     yield from ("--ro-bind", str(path), str(path))
-        program = os.path.realpath(__file__)
-        if _is_below(Path(program), self.workspace.root):
-            yield from ("--ro-bind", program, program)
-        for path in self.workspace.hidden:
-            if _is_below(path, Path("/tmp")) and not _is_below(path, self.workspace.root):
-                continue  # the private /tmp hides it already
-            if path.is_dir():
-                yield from ("--tmpfs", str(path))
-            elif path.is_file():
-                yield from ("--ro-bind", "/dev/null", str(path))
+        if self._program:
+            yield from ("--ro-bind", self._program, self._program)
+        for hidden in self._masks:
+            if os.path.isdir(hidden):
+                yield from ("--tmpfs", hidden)
+            elif os.path.isfile(hidden):
+                yield from ("--ro-bind", "/dev/null", hidden)
 
     def wrap(self, command: str, network: bool, read_only: bool = False, holder: int = 0) -> list[str]:
         """The argument list that runs a shell command confined. `holder`: join the private network of that process."""
@@ -1917,24 +1926,35 @@ class CommandOutput:
 
 @dataclass(frozen=True)
 class _Process:
-    """A line of the process table."""
+    """A line of the process table. `tag`: which command it belongs to, if it is our child; b"" if it does not say."""
 
     parent: int
     session: int
-    tag: bytes
+    tag: bytes = b""
+
+
+def _read_proc(pid: str, name: str) -> bytes:
+    file = os.open(f"/proc/{pid}/{name}", os.O_RDONLY)
+    try:
+        return os.read(file, 1 << 17)
+    finally:
+        os.close(file)
 
 
 def _process_table() -> dict[int, _Process]:
-    """The living processes that we may look at; empty where there is no /proc."""
-    table = {}
-    for name in filter(str.isdigit, os.listdir("/proc") if os.path.isdir("/proc") else ()):
+    """The living processes that we may look at; empty where there is no /proc. Runs after every command: be quick."""
+    table, us = {}, os.getpid()
+    for pid in filter(str.isdigit, os.listdir("/proc") if os.path.isdir("/proc") else ()):
         with contextlib.suppress(OSError):
-            state, parent, _, session, *_ = Path(f"/proc/{name}/stat").read_bytes().rpartition(b")")[2].split()
-            if state != b"Z":
+            state, parent, _, session = _read_proc(pid, "stat").rpartition(b")")[2].split(maxsplit=4)[:4]
+            if state == b"Z":
+                continue
+            tag = b""
+            if int(parent) == us:
                 tag = b"?"  # not ours to look at
                 with contextlib.suppress(OSError):
-                    tag = Path(f"/proc/{name}/environ").read_bytes().partition(b"AGENT_CALL=")[2][:32]
-                table[int(name)] = _Process(int(parent), int(session), tag)
+                    tag = _read_proc(pid, "environ").partition(b"AGENT_CALL=")[2][:32]
+            table[int(pid)] = _Process(int(parent), int(session), tag)
     return table
 
 
@@ -2090,7 +2110,7 @@ class Job:
         if self.exited.is_set() and self.confined:
             return 0  # the process namespace is gone, and all in it
         left, spared = 0, {self.process.pid} if self.confined else set()
-        polite = [(0, LEFTOVER_S)] if self.exited.is_set() else [(signal.SIGINT, 0.3)]
+        polite = [(0, LEFTOVER_S)] if self.exited.is_set() else [(signal.SIGINT, 0.5)]
         for number, patience_s in (*polite, (signal.SIGTERM, 0.7), (signal.SIGKILL, 2.0)):
             told: set[int] = set()
             deadline = time.monotonic() + patience_s
