@@ -1013,19 +1013,23 @@ def sync_directory(path: Path) -> None:
 class Workspace:
     """The files below `root`, a real path, and below `scratch`, which commands in the sandbox see as /tmp.
 
-    `home` and `state_dir` say what is hidden. Paths outside are opened too, but never unasked: see `concern`.
+    `home` and `state_dir` say what is hidden, `policy` is the user's configuration file. Paths outside are opened
+    too, but never unasked: see `concern`.
     """
 
     def __init__(
-        self, root: Path, scratch: Path | None = None, home: Path | None = None, state_dir: Path | None = None
-    ) -> None:
+        self, root: Path, scratch: Path | None = None, home: Path | None = None, state_dir: Path | None = None,
+        policy: Path | None = None,
+    ) -> None:  # fmt: skip
         self.root = root
+        self.policy = policy
         self.scratch = scratch
         self.home = home
         hidden = [home / name for name in HIDDEN] if home else []
         real = [Path(os.path.realpath(path)) for path in [*hidden, *([state_dir] if state_dir else [])]]
         self.hidden = tuple(path for path in real if not _is_below(root, path))
-        self.protected = (*(root / name for name in PROTECTED), Path(os.path.realpath(__file__)))
+        own = [Path(os.path.realpath(path)) for path in (Path(__file__), *([policy] if policy else []))]
+        self.protected = (*(root / name for name in PROTECTED), *own)
         self._known: dict[Path, bytes] = {}  # digest of each file as the model last read or wrote it
         self._bases = {"workspace": os.open(root, ONLY_DIRECTORY), "outside": os.open("/", ONLY_DIRECTORY)}
         if scratch:
@@ -1838,6 +1842,8 @@ def probe_sandbox(workspace: Workspace, state_dir: Path, search_path: str) -> tu
         return None, "there is no bash"
     if workspace.home and _is_below(Path(os.path.realpath(workspace.home)), workspace.root):
         return None, "the workspace holds your home directory"
+    if workspace.policy and _is_below(Path(os.path.realpath(workspace.policy)), workspace.root):
+        return None, "the workspace holds your configuration of this program"
     reasons = []
     canary = state_dir / "canary"
     canary.write_text("canary")
@@ -2134,13 +2140,6 @@ class Job:
             if pid > 0 and pid != self.process.pid:
                 with contextlib.suppress(OSError):
                     os.waitpid(pid, os.WNOHANG)
-
-    def kill(self) -> None:
-        """End everything at once, without waiting: for the end of the program."""
-        for _ in range(3):
-            for pid in self._alive():
-                with contextlib.suppress(OSError):
-                    os.kill(pid, signal.SIGKILL)
 
 
 class Jobs:
@@ -3114,7 +3113,7 @@ class Approvals:
         if preview.risk == "exec":
             if self.sandbox and preview.concern and sources:
                 return ""
-            return f"this exact command{f' {preview.concern}' if preview.concern else ''}: {preview.detail}"
+            return f"this exact command{f' ({preview.concern})' if preview.concern else ''}: {preview.detail}"
         if preview.risk == "read" and preview.concern.startswith("outside"):
             return f"reading in {os.path.dirname(preview.detail)}"
         return "" if preview.concern else "writing in the workspace"
@@ -6454,14 +6453,14 @@ def confine(config: Config) -> tuple[Workspace, Jobs, Sandbox | None, list[str]]
     ]
     sandbox, why_not = None, "it is switched off"
     if config.sandbox != "off":
-        workspace = Workspace(root, scratch, config.home, state_dir)
+        workspace = Workspace(root, scratch, config.home, state_dir, config.config_file)
         sandbox, why_not = probe_sandbox(workspace, state_dir, environ.get("PATH", os.defpath))
         if why_not and config.sandbox == "on":
             raise AgentError(f"the sandbox does not work here: {why_not}. --sandbox off runs without it.")
     if sandbox:
         return sandbox.workspace, Jobs(sandbox.workspace, environ, sandbox, scratch), sandbox, notes
     notes.append(f"NOT SANDBOXED ({why_not}): commands can do whatever you can do, so each one is asked for.")
-    workspace = Workspace(root, None, config.home, state_dir)
+    workspace = Workspace(root, None, config.home, state_dir, config.config_file)
     return workspace, Jobs(workspace, environ, None, scratch), None, notes
 
 

@@ -260,7 +260,7 @@ def test_grants_are_listed_and_revoked(asked: Any) -> None:
     conversation.send("go")
     listed = conversation.command("/approvals")
     assert "approval mode: ask, NOT SANDBOXED" in listed
-    assert "1. this exact command there is no sandbox: make \\x1b[2K" in listed
+    assert "1. this exact command (there is no sandbox): make \\x1b[2K" in listed
     assert "there is no grant 2" in conversation.command("/approvals revoke 2")
     assert "none" in conversation.command("/approvals revoke 1")
     assert "plan" in conversation.command("/approvals plan")

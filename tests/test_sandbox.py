@@ -513,6 +513,15 @@ def test_a_workspace_that_holds_the_home_directory_is_not_confined(tmp_path: Pat
     assert why_not in ("the workspace holds your home directory", "bubblewrap is not installed")
 
 
+def test_a_workspace_that_holds_the_policy_is_not_confined(workspace: Path, tmp_path: Path) -> None:
+    policy = workspace / "agent" / "config.toml"
+    opened = agent.Workspace(workspace, None, tmp_path / "home", tmp_path / "state", policy)
+    sandbox, why_not = agent.probe_sandbox(opened, tmp_path, os.environ["PATH"])
+    assert sandbox is None
+    assert why_not in ("the workspace holds your configuration of this program", "bubblewrap is not installed")
+    assert opened.concern(opened.locate("agent/config.toml"), writing=True)
+
+
 def test_programs_in_the_workspace_are_not_found(workspace: Path) -> None:
     (workspace / "bin").mkdir()
     (workspace / "bin" / "bash").write_text("#!/bin/sh\n")
