@@ -18,7 +18,7 @@ yields; *sinks* (renderers, the session log) take them, and decide nothing.
 
 Sections: Errors and interruption, Configuration, Messages, Events, Text, Workspace, Snapshots, Sandbox, Tools,
 Approval, Provider: errors, Provider: adaptation, Provider: wires, Provider: requests, Context, Agent, Session, Undo,
-Renderers, Slash commands, REPL, Headless, Command line.
+Renderers, Slash commands, REPL, Headless, Replay, Command line.
 
 Read `Agent.turn` first: it is the whole control flow. `build_runtime` wires all parts together.
 """
@@ -65,6 +65,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import IO, TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar
 
 if TYPE_CHECKING:
@@ -77,6 +78,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 T = TypeVar("T")
+A = TypeVar("A", bound="Agent")
 
 
 # --- Errors and interruption ----------------------------------------------------------------------
@@ -148,7 +150,7 @@ async def interruptible(work: Awaitable[T], interrupt: asyncio.Event, timeout_s:
 
 USER_SETTINGS = (
     "model", "base_url", "api", "local", "context_window", "max_steps", "approve", "sandbox", "network",
-    "keep_env", "instructions", "shell_timeout_s", "first_token_timeout_s", "idle_timeout_s", "max_attempts",
+    "keep_env", "trace", "instructions", "shell_timeout_s", "first_token_timeout_s", "idle_timeout_s", "max_attempts",
 )  # fmt: skip
 
 CHOICES = {
@@ -212,6 +214,8 @@ class Config:
     """auto: sandbox commands where it works; on: refuse to run without it; off: never."""
     network: bool = False
     """Whether sandboxed commands may use the network."""
+    trace: bool = False
+    """Whether to keep every byte of requests and replies beside the session log."""
     keep_env: str = ""
     """Names of variables that commands inherit although they look like secrets, with commas between."""
     instructions: str = ""
@@ -1534,6 +1538,17 @@ class SnapshotStore:
                 os.close(directory)
         except OSError as exc:
             restored.kept.append((".", exc.strerror or str(exc)))
+        return restored
+
+    def unpack(self, name: str) -> Restored:
+        """Put the files of a tree into the workspace, which should be empty; raises SnapshotError."""
+        restored = Restored()
+        directory = _open_directory(str(self.root))
+        try:
+            nothing = Tree(stat.S_IMODE(os.fstat(directory).st_mode), {})
+            self._restore(directory, "", nothing, nothing, self.tree(name), restored)
+        finally:
+            os.close(directory)
         return restored
 
     def _restore(self, directory: int, path: str, live: Tree, old: Tree, new: Tree, restored: Restored) -> None:
@@ -4389,8 +4404,11 @@ def explain(failure: Failure, base_url: str, model: str, size: int) -> ProviderE
 class Exchange:
     """One request on its way: `open`, then `read` until it gives None, then `close`."""
 
-    def __init__(self, reader: ReplyReader, first_limit_s: float, idle_limit_s: float) -> None:
+    def __init__(
+        self, reader: ReplyReader, first_limit_s: float, idle_limit_s: float, trace: Callable[[str, bytes], None]
+    ) -> None:
         self.reader = reader
+        self._trace = trace
         self.limit_s = first_limit_s
         """How long the next bytes may take: less once the model has begun, more while it thinks silently."""
         self._first_limit_s, self._idle_limit_s = first_limit_s, idle_limit_s
@@ -4419,6 +4437,7 @@ class Exchange:
                 return None  # nothing that matters can be missing
             raise
         self._at_end = not data
+        self._trace("reply", data)
         if self._whole is None:
             return self._take(self._events.feed(data) if data else self._events.end())
         self._whole += data
@@ -4481,6 +4500,7 @@ class HttpProvider:
         self.base_url, self._query = split_base_url(base_url)
         self.model = model
         self.sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
+        self.trace: Callable[[str, bytes], None] = lambda kind, data: None  # gets the bytes that go out and come in
         self._key = checked_key(config.api_key)
         self._fixed_wire = wire
         self._file = AdaptationFile(config.state_dir / "providers.json")
@@ -4524,7 +4544,8 @@ class HttpProvider:
             content = json.dumps(body).encode()
             client = self._connected()
             reader = wire.reader(self.source, self.adaptation)
-            exchange = Exchange(reader, self._first_limit_s(), self.config.idle_timeout_s)
+            exchange = Exchange(reader, self._first_limit_s(), self.config.idle_timeout_s, self.trace)
+            self.trace("request", content)
             try:
                 await exchange.open(self._post(client, wire.path, content), interrupt)
                 while (deltas := await exchange.read(interrupt)) is not None:
@@ -4758,6 +4779,11 @@ def unusable(detail: str) -> str:
     return f"{FEEDBACK}Your reply could not be processed. No tool was executed for it. {detail}"
 
 
+def without_times(result: str) -> str:
+    """A tool result without what differs each time: how long it took."""
+    return re.sub(r"\d+\.\d+ ?s\]", "", result)
+
+
 BeforeChange = Callable[[], Awaitable[None]]
 
 
@@ -4891,7 +4917,7 @@ class Agent:
         started = time.monotonic()
         yield RequestStart(
             purpose, self.provider.model, len(self.messages), self.checkpoint.covered, estimate_tokens(request),
-            self.config.context_window, request_digest(request, tools),
+            self.provider.context_window, request_digest(request, tools),
         )  # fmt: skip
         reply = None
         try:
@@ -4993,7 +5019,7 @@ class Agent:
 
     def _note_repetition(self, call: ToolCall, result: ToolResult) -> str:
         """A reminder when the same call had the same result too often; raises NoProgress when that did not help."""
-        key = (call.name, call.arguments, re.sub(r"\d+\.\d+ ?s\]", "", result.content))
+        key = (call.name, call.arguments, without_times(result.content))
         self._same_calls = self._same_calls + 1 if key == self._last_call else 1
         self._last_call = key
         if self._same_calls >= STOP_AT:
@@ -5065,8 +5091,9 @@ def build_system_prompt(config: Config) -> str:
 #   message     message                                                       the transcript grew
 #   request     purpose, model, messages, covered, tokens, window, digest     a request is about to be sent
 #   retry       attempt, delay_s, reason                                      it failed and is tried again
+#   adapted     what                                                          the way of asking was changed
 #   reply       purpose, status, error, elapsed_s, finish_reason, usage,      it ended; `message` only where the
-#               message                                                       transcript does not get it
+#               problem, message                                              transcript does not get it
 #   compacted   covered, summary, tokens_before, tokens_after                 the view was compacted
 #   snapshot    why, tree                                                     the workspace, before a turn, an undo or
 #                                                                             a redo changes it
@@ -5080,6 +5107,7 @@ def build_system_prompt(config: Config) -> str:
 LOG_VERSION = 1
 KEEP_SESSIONS = 100  # of one workspace; the oldest are deleted
 KEEP_DAYS = 90  # sessions of a workspace that does not exist any more
+TRACE_BYTES = 200_000_000  # of raw requests and replies that one process keeps
 FIRST_BYTES = 65_536  # of a log, read to show what it is about
 
 Record = Mapping[str, Any]
@@ -5208,12 +5236,16 @@ def event_to_record(event: Event) -> dict[str, Any] | None:
             return {"type": "request", **dataclasses.asdict(event)}
         case Retry():
             return {"type": "retry", **dataclasses.asdict(event)}
+        case Adapted(what):
+            return {"type": "adapted", "what": what}
         case RequestEnd(purpose, status, error, elapsed_s, reply):
             record = {
                 "type": "reply", "purpose": purpose, "status": status, "error": error, "elapsed_s": round(elapsed_s, 3),
                 "finish_reason": reply.finish_reason if reply else None,
                 "usage": dataclasses.asdict(reply.usage) if reply and reply.usage else None,
             }  # fmt: skip
+            if reply and (problem := reply.problem or settled_calls(reply.tool_calls)[1]):
+                record["problem"] = problem
             if reply and (purpose == "summary" or not (reply.text.strip() or reply.tool_calls)):
                 record["message"] = reply.message
             return record
@@ -5290,6 +5322,7 @@ class Session:
         self.notices: list[str] = []
         self._file = file
         self._unwritten: list[bytes] = []
+        self._traced = 0
 
     @property
     def id(self) -> str:
@@ -5320,6 +5353,16 @@ class Session:
         self._unwritten.clear()
         if failing:
             self.notices.append("the session log can be written again; nothing is missing in it.")
+
+    def trace(self, kind: str, data: bytes) -> None:
+        """Keep what was sent or received, byte for byte, in a file beside the log; up to TRACE_BYTES of it."""
+        if self.path is None or not data or self._traced > TRACE_BYTES:
+            return
+        line = {"time": round(time.time(), 3), "kind": kind, "data": data.decode("utf-8", "backslashreplace")}
+        with contextlib.suppress(OSError):
+            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+            with open(os.open(self.path.with_suffix(".trace"), flags, 0o600), "wb") as file:
+                self._traced += file.write(json.dumps(line).encode() + b"\n")
 
     def close(self) -> None:
         """Give the log free for other processes. A session in which nothing was said leaves none."""
@@ -6336,6 +6379,225 @@ async def run_headless(runtime: Runtime, prompt: str, as_json: bool, notes: Sequ
     return EXIT_TRY_LATER if end.retryable else EXIT_STATUS[end.reason]
 
 
+# --- Replay ---------------------------------------------------------------------------------------
+# Runs a recorded session again with the recorded replies and says where it first takes another course: the proof
+# that requests follow from the log alone, what a defect report needs, and a demonstration without any model.
+# Covered: prompts, replies, failures, interrupts, compactions, undo and redo, restarts.
+# Not covered: what the user changed in the files between turns; a tool that the user stopped is not run again. A
+# log from someone else holds commands: they are run under the same approval and sandbox as a model's.
+
+REPLAYED_SETTINGS = ("context_window", "max_steps", "shell_timeout_s")
+PIECE = 40  # characters of a replayed delta
+
+
+class Divergence(AgentError):
+    """The replay came to something else than the recording."""
+
+
+@dataclass
+class RecordedReply:
+    """What the provider answered to a request with this digest. `status` as in the log."""
+
+    digest: str
+    status: str = "interrupted"
+    error: str = ""
+    reply: Reply = Reply({"role": "assistant", "content": None})
+
+
+@dataclass
+class Recorded:
+    """One thing that was done, and what came of it. `action`: turn, compact, note, undo, redo or opened."""
+
+    action: str
+    text: str = ""
+    replies: list[RecordedReply] = field(default_factory=list)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Recording:
+    """A log, taken apart: the state it begins with, what was done, the results of all calls by their ids."""
+
+    start: Folded
+    end: Folded
+    tools: list[Mapping[str, Any]]
+    tree: str
+    """The first snapshot, "" when there is none."""
+    actions: list[Recorded] = field(default_factory=list)
+    results: dict[str, str] = field(default_factory=dict)
+    _running: Recorded | None = None
+
+    def take(self, record: Record) -> None:
+        """Take the next record after the session was opened."""
+        match record:
+            case {"type": "request", "digest": str(digest)}:
+                running = self._running or self._begin(Recorded("compact"))
+                running.replies.append(RecordedReply(digest))
+            case {"type": "reply", "status": str(status)} if self._running and self._running.replies:
+                usage = Usage(**record["usage"]) if record.get("usage") else None
+                last = self._running.replies[-1]
+                last.status, last.error = status, record.get("error") or ""
+                last.reply = Reply(
+                    record.get("message") or last.reply.message, record.get("finish_reason") or "stop", usage,
+                    problem=record.get("problem") or "",
+                )  # fmt: skip
+            case {"type": "message", "message": message} if is_message(message):
+                self._take_message(message)
+            case {"type": "snapshot", "why": str(why)} if why != "turn":
+                self.actions.append(Recorded(why.partition("-")[0]))
+            case {"type": "opened", "settings": dict(settings)}:
+                self._running = None
+                self.actions.append(Recorded("opened", str(record.get("model")), settings=settings))
+            case {"type": "turn_end" | "compacted"} if record["type"] == "turn_end" or not self._in_turn:
+                self._running = None
+
+    @property
+    def _in_turn(self) -> bool:
+        return self._running is not None and self._running.action == "turn"
+
+    def _begin(self, action: Recorded) -> Recorded:
+        self.actions.append(action)
+        self._running = action
+        return action
+
+    def _take_message(self, message: Message) -> None:
+        match message["role"]:
+            case "tool":
+                self.results[message["tool_call_id"]] = message_text(message)
+            case "assistant" if self._running and self._running.replies:
+                last = self._running.replies[-1]
+                last.reply = dataclasses.replace(last.reply, message=message)
+            case "user" if not self._in_turn and message_text(message).startswith(FEEDBACK):
+                self.actions.append(Recorded("note", message_text(message).removeprefix(FEEDBACK)))
+            case "user" if not self._in_turn:
+                self._begin(Recorded("turn", message_text(message)))
+
+
+def read_recording(path: Path) -> Recording:
+    """Take a log apart; raises AgentError when it is none."""
+    records = read_log(path).records
+    start = next((i for i, record in enumerate(records) if record.get("type") == "opened"), len(records))
+    trees = [r["tree"] for r in records if r.get("type") == "snapshot" and r.get("why") == "turn" and "tree" in r]
+    tools = records[start].get("tools", []) if start < len(records) else []
+    recording = Recording(fold(records[:start]), fold(records), tools, trees[0] if trees else "")
+    for record in records[start:]:
+        recording.take(record)
+    return recording
+
+
+class RecordedProvider:
+    """Gives the recorded replies, and checks that each request is the one that was recorded."""
+
+    context_window: int | None = None
+
+    def __init__(self, model: str) -> None:
+        self.model = model
+        self.replies: list[RecordedReply] = []
+        self.requests = 0
+
+    async def stream(
+        self, messages: Sequence[Message], tools: Sequence[Tool], interrupt: asyncio.Event
+    ) -> AsyncGenerator[Delta | Reply, None]:
+        """See Provider. Raises Divergence; beyond the recorded replies the turn was broken off."""
+        if not self.replies:
+            raise Interrupted
+        recorded = self.replies.pop(0)
+        self.requests += 1
+        if request_digest(messages, tools) != recorded.digest:
+            raise Divergence(f"request {self.requests} differs from the recorded one")
+        for start in range(0, len(recorded.reply.text), PIECE):
+            yield TextDelta(recorded.reply.text[start : start + PIECE])
+        match recorded.status:
+            case "completed":
+                yield recorded.reply
+            case "overflow":
+                raise ContextOverflow(recorded.error)
+            case "failed":
+                raise ProviderError(recorded.error)
+            case _:
+                raise Interrupted
+
+
+class ReplayedAgent(Agent):
+    """An agent whose calls are compared with the recorded results; with `dry` they are not run at all."""
+
+    results: Mapping[str, str] = MappingProxyType({})
+    dry = True
+    compared = 0
+
+    async def _execute(self, call: ToolCall, emit: Callable[[str], None]) -> ToolResult:
+        recorded = self.results.get(call.id, NOT_EXECUTED)
+        following = self.results.get(f"call{int(call.id.removeprefix('call')) + 1:05d}")
+        if recorded == NOT_EXECUTED:
+            self.interrupt.set()
+        if self.dry or recorded == NOT_EXECUTED or "interrupted by the user" in recorded:
+            return ToolResult(recorded, is_error=following == SKIPPED)
+        result = await super()._execute(call, emit)
+        self.compared += 1
+        if without_times(result.content) != without_times(recorded):
+            changes = clip(diff(recorded, result.content, call.name), 3_000, 1_000)
+            raise Divergence(f"the result of {describe_call(call)} differs from the recorded one:\n{changes}")
+        return dataclasses.replace(result, content=recorded)
+
+
+def recorded_tools(descriptions: Iterable[Mapping[str, Any]]) -> list[Tool]:
+    """Today's tools with the descriptions of the recording, so that a later program can replay an earlier log."""
+    return [
+        dataclasses.replace(find_tool(given["name"]), description=given["description"], parameters=given["parameters"])
+        for given in descriptions
+    ]
+
+
+def _first_difference(recorded: Sequence[Message], now: Sequence[Message]) -> str:
+    """Where two transcripts part, in words."""
+    for number, (old, new) in enumerate(zip(recorded, now, strict=False), 1):
+        if old != new:
+            before, after = (json.dumps(message, indent=1, ensure_ascii=False) for message in (old, new))
+            return f"message {number} is the first that differs:\n{clip(diff(before, after, ''), 3_000, 1_000)}"
+    return "the messages are the same: the view, the system prompt or a tool's description differs"
+
+
+async def replay(runtime: Runtime, recording: Recording) -> str:
+    """Do again what was recorded; returns what was compared. Raises Divergence."""
+    agent, provider = runtime.agent, runtime.agent.provider
+    assert isinstance(agent, ReplayedAgent) and isinstance(provider, RecordedProvider)
+    for recorded in recording.actions:
+        provider.replies = list(recorded.replies)
+        match recorded.action:
+            case "opened":
+                shaping = {name: value for name, value in recorded.settings.items() if name in REPLAYED_SETTINGS}
+                agent.config = dataclasses.replace(agent.config, **shaping)
+                provider.model = recorded.text
+            case "turn":
+                await runtime.send(recorded.text)
+            case "compact":
+                await compact_command(runtime, "")
+            case "note":
+                runtime.emit(agent.note(recorded.text))
+            case "undo" | "redo" if not agent.dry:
+                await asyncio.to_thread(runtime.undo.go, recorded.action, True)
+        if provider.replies:
+            raise Divergence(f"{len(provider.replies)} recorded replies were not asked for")
+    if agent.messages != recording.end.messages:
+        raise Divergence("the transcript differs from the recorded one")
+    return f"{provider.requests} requests and {agent.compared} tool results, all as recorded"
+
+
+async def run_replay(runtime: Runtime, recording: Recording, as_json: bool) -> int:
+    """Replay a log, show it, and return 0 when everything came out as recorded, else 1."""
+    renderer = JsonRenderer() if as_json else PlainRenderer()
+    runtime.sinks.append(renderer)
+    status = 0
+    with _on_signals(asyncio.get_running_loop(), runtime.agent.interrupt.set):
+        try:
+            text = f"replay: {await replay(runtime, recording)}"
+        except Divergence as exc:
+            found = "" if "result of" in str(exc) else _first_difference(recording.end.messages, runtime.agent.messages)
+            status, text = 1, "\n".join(filter(None, [f"replay: {exc}", found]))
+    renderer(Notice(text))
+    return status
+
+
 # --- Command line ---------------------------------------------------------------------------------
 # Options in, exit status out. `build_runtime` is the only place where the parts are put together.
 
@@ -6368,7 +6630,10 @@ def build_parser() -> argparse.ArgumentParser:
     option("new", action="store_true", help="begin a new session; default: continue the last one of the directory")
     option("resume", metavar="ID", nargs="?", const="", help="continue a session; without ID: the last one")
     option("sessions", action="store_true", help="list the sessions of the directory")
-    option("json", action="store_true", help="with --prompt: print events as JSON lines")
+    option("json", action="store_true", help="with --prompt or --replay: print events as JSON lines")
+    option("replay", metavar="LOG", help="run a recorded session again, without a model, and say where it differs")
+    option("dry", action="store_true", help="with --replay: run no tool, use the recorded results")
+    option("trace", action="store_true", default=None, help="keep every byte of requests and replies beside the log")
     parser.add_argument("--version", action="version", version=f"agent.py {__version__}")
     return parser
 
@@ -6464,18 +6729,47 @@ def confine(config: Config) -> tuple[Workspace, Jobs, Sandbox | None, list[str]]
     return workspace, Jobs(workspace, environ, None, scratch), None, notes
 
 
-def build_runtime(config: Config, provider: Provider, fresh: bool, session_id: str | None) -> tuple[Runtime, list[str]]:
-    """Put all parts together; the texts are for the user."""
-    session, notes = open_session(config, provider.model, fresh, session_id)
-    notes += session.notices
-    session.notices.clear()
+def assemble(
+    config: Config, provider: Provider, session: Session, agent_type: type[A], tools: Sequence[Tool] = TOOLS
+) -> tuple[Runtime, A, list[str]]:
+    """Put all parts together around a session; the texts are for the user."""
     workspace, jobs, sandbox, limits = confine(config)
     context = ToolContext(config, workspace, sandbox, asyncio.Event(), jobs=jobs)
     approvals = Approvals(config.approve, sandbox=sandbox is not None)
-    agent = Agent(config, provider, TOOLS, context, approvals)
+    agent = agent_type(config, provider, tools, context, approvals)
     runtime = Runtime(config, agent, session, approvals)
     runtime.start(session)
+    return runtime, agent, limits
+
+
+def build_runtime(config: Config, provider: Provider, fresh: bool, session_id: str | None) -> tuple[Runtime, list[str]]:
+    """All parts, around the session to work in; the texts are for the user."""
+    session, notes = open_session(config, provider.model, fresh, session_id)
+    notes += session.notices
+    session.notices.clear()
+    runtime, _, limits = assemble(config, provider, session, Agent)
+    if config.trace and isinstance(provider, HttpProvider):
+        provider.trace = lambda kind, data: runtime.session.trace(kind, data)
     return runtime, [*notes, *limits]
+
+
+def build_replay(config: Config, log: Path, dry: bool, fresh: bool) -> tuple[Runtime, Recording, list[str]]:
+    """All parts for a replay of a log; into a `fresh` workspace the files are put that it began with, if known."""
+    try:
+        recording = read_recording(log)
+        tools = recorded_tools(recording.tools)
+    except (ToolError, KeyError, TypeError, AgentError) as exc:
+        raise AgentError(f"cannot replay {log}: {exc}") from None
+    provider = RecordedProvider(recording.start.model)
+    session = Session(recording.start, None, None, resumed=False)
+    runtime, agent, notes = assemble(config, provider, session, ReplayedAgent, tools)
+    agent.results, agent.dry = recording.results, dry
+    if fresh and not dry and recording.tree:
+        with contextlib.suppress(SnapshotError):
+            store = SnapshotStore(log.parent / "snapshots", config.workspace, config.state_dir)
+            store.unpack(recording.tree)
+            notes.append("the files are those that the session first changed")
+    return runtime, recording, notes
 
 
 def headless_prompt(prompt: str | None) -> str | None:
@@ -6496,11 +6790,29 @@ def _ask_on_terminal(question: str) -> bool:
     return sys.stdin.isatty() and input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
 
 
+def replay_log(config: Config, options: argparse.Namespace) -> int:
+    """Replay the log that the options name and return the exit status."""
+    log = Path(options.replay).expanduser()
+    runtime, recording, notes = build_replay(config, log, options.dry, options.start_dir is None)
+    for note in notes:
+        print(clean(note), file=sys.stderr)
+
+    async def front() -> int:
+        try:
+            return await run_replay(runtime, recording, options.json)
+        finally:
+            await runtime.close()
+
+    return asyncio.run(front())
+
+
 def run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
     """Do what the options say; raises AgentError for whatever the user can mend."""
-    if options.json and options.prompt is None and sys.stdin.isatty():
+    if options.json and options.prompt is None and not options.replay and sys.stdin.isatty():
         raise ConfigError("--json goes with --prompt.")
-    prompt = None if options.sessions else headless_prompt(options.prompt)
+    if options.dry and not options.replay:
+        raise ConfigError("--dry goes with --replay.")
+    prompt = None if options.sessions or options.replay else headless_prompt(options.prompt)
     ask = _ask_on_terminal if prompt is None else lambda question: False
     workspace = prepare_workspace(options.start_dir, ask)
     config = load_config(vars(options), environ, workspace)
@@ -6508,6 +6820,8 @@ def run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
     if options.sessions:
         print(describe_sessions(config))
         return 0
+    if options.replay:
+        return replay_log(config, options)
     if options.spec:
         copy_spec(options.spec, workspace)
     provider = choose_provider(config, ask)
