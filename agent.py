@@ -134,12 +134,15 @@ async def interruptible(work: Awaitable[T], interrupt: asyncio.Event, timeout_s:
 USER_SETTINGS = (
     "model", "base_url", "api", "local", "context_window", "max_steps", "approve", "sandbox", "network",
     "instructions", "shell_timeout_s", "first_token_timeout_s", "idle_timeout_s", "max_attempts",
+    "editing", "notify", "prices",
 )  # fmt: skip
 
 CHOICES = {
     "api": ("auto", "chat", "json"),
     "approve": ("plan", "ask", "auto", "all"),
     "sandbox": ("auto", "on", "off"),
+    "editing": ("emacs", "vi"),
+    "notify": ("bell", "desktop", "off"),
 }
 
 
@@ -148,6 +151,7 @@ COMMAND_ENVIRONMENT = {
     "VISUAL": "true", "TERM": "dumb", "NO_COLOR": "1", "PYTHONUNBUFFERED": "1", "DEBIAN_FRONTEND": "noninteractive",
     "PIP_NO_INPUT": "1",
 }  # fmt: skip
+_PRICES = re.compile(r"(?:\d*\.?\d+/){2}\d*\.?\d+|")
 _SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASSW|PASSPHRASE|CREDENTIAL|AUTH(?!OR)|COOKIE|PRIVATE|DSN", re.I)
 
 
@@ -187,6 +191,12 @@ class Config:
     """How long a reply may stall once it has begun."""
     max_attempts: int = 6
     """How often one request is tried before the turn ends with an error."""
+    editing: str = "emacs"
+    """Keys of the input line: emacs or vi."""
+    notify: str = "bell"
+    """How a question or the end of a long turn is made known: bell, desktop (a notification) or off."""
+    prices: str = ""
+    """Dollars per million tokens as INPUT/CACHED/OUTPUT, for instance 2/0.5/8; empty: no cost is shown."""
     environ: Mapping[str, str] = field(default_factory=dict, repr=False)
     """The environment as it was at start; what commands inherit is derived from it."""
 
@@ -207,6 +217,24 @@ class Config:
     def cache_dir(self) -> Path:
         """Downloaded model weights."""
         return self._base("XDG_CACHE_HOME", ".cache") / "agent"
+
+    @property
+    def colour(self) -> bool:
+        """Whether the terminal may be written to in colour."""
+        return not self.environ.get("NO_COLOR")
+
+    @property
+    def plain_terminal(self) -> bool:
+        """Whether the terminal can only take lines: no cursor movement, no styles."""
+        return self.environ.get("TERM", "dumb") in ("", "dumb", "unknown")
+
+    @property
+    def price_per_token(self) -> tuple[float, float, float] | None:
+        """Dollars for a token of input, of cached input and of output; None when they are not set."""
+        if not self.prices:
+            return None
+        paid, cached, output = (float(number) / 1e6 for number in self.prices.split("/"))
+        return paid, cached, output
 
     @property
     def command_environment(self) -> dict[str, str]:
@@ -249,6 +277,8 @@ def _setting(name: str, value: Any, source: str) -> Any:
         raise ConfigError(f"{source}: {value!r} does not fit {name}.") from None
     if not isinstance(value, str):
         raise ConfigError(f"{source}: {name} must be text, not {value!r}.")
+    if name == "prices" and not _PRICES.fullmatch(value.strip()):
+        raise ConfigError(f"{source}: {value!r} is not INPUT/CACHED/OUTPUT in dollars per million tokens.")
     return value.strip() if name != "instructions" else value
 
 
@@ -281,6 +311,7 @@ def load_config(options: Mapping[str, Any], environ: Mapping[str, str], workspac
 Message = dict[str, Any]
 
 NOT_EXECUTED = "Not executed: the turn was interrupted. It may have had effects: inspect before you try again."
+STOPPED = "Skipped: the user asked you to stop. Read the user's next message before you go on."
 SKIPPED = "Skipped: an earlier call of this reply failed. Look at its result before you try again."
 CUT_OFF = "Not executed: the reply hit the output limit before the call was complete. Use smaller pieces."
 FEEDBACK = "[Runtime feedback] "
@@ -1705,12 +1736,21 @@ FIRST_PROMPT = """\
 You are starting in a directory (maybe a git repository) that someone may have worked on already. Look around to
 become familiar with it, then say in a few lines what is there and ask for instructions."""
 
+STOP_WORDS = re.compile(r"(stop|halt|wait)\b", re.IGNORECASE)  # a steered line that begins so ends the batch of calls
 EMPTY_REPLY = "Your reply was empty. Take the next useful action with a tool, or give a concise answer."
 CUT_OFF_TEXT = "Your reply was cut off by the output limit. Go on from where it stopped, in smaller pieces."
 REPEATED = "You called {name} with the same arguments {count} times and got the same result each time. You have it"
 REPEATED += " already: do something else."
 REMIND_AT, STOP_AT = 3, 5  # identical calls with identical results in a row
 MAX_EMPTY_REPLIES = 2
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A line of the user that waits: for the end of the running tool calls (`steers`) or of the turn."""
+
+    text: str
+    steers: bool
 
 
 class Agent:
@@ -1735,6 +1775,8 @@ class Agent:
         self.checkpoint = Checkpoint()
         self._calls = 0  # how many calls the transcript holds: the next one's number
         self.interrupt = context.interrupt
+        self.pending: list[Pending] = []
+        self.to_message: Callable[[str], Message] = user_message  # what makes a message of the user's words
         self._begin_turn()
 
     def _begin_turn(self) -> None:
@@ -1751,6 +1793,31 @@ class Agent:
         self.messages, self.checkpoint = list(messages), checkpoint
         self._calls = sum(len(message_calls(message)) for message in messages)
 
+    def steer(self, text: str) -> None:
+        """Tell the model something while it works: added to the transcript when the running calls are done."""
+        self.pending.append(Pending(text, steers=True))
+
+    def follow_up(self, text: str) -> None:
+        """Keep a line for after the turn; see `next_follow_up`."""
+        self.pending.append(Pending(text, steers=False))
+
+    def drain_pending(self) -> list[str]:
+        """Take back every line that was not delivered: steered lines, then follow-ups."""
+        waiting, self.pending = self.pending, []
+        return [line.text for line in sorted(waiting, key=lambda line: not line.steers)]
+
+    def next_follow_up(self) -> str | None:
+        """Take the line to handle after a turn; one that came too late to steer it goes first."""
+        line = min(self.pending, key=lambda line: not line.steers, default=None)
+        if line is None:
+            return None
+        self.pending.remove(line)
+        return line.text
+
+    def add_context(self, text: str) -> MessageAdded:
+        """Add words of the user without starting a turn: the next one sends them."""
+        return self._add(user_message(text))
+
     def view(self) -> list[Message]:
         """The messages that the next request sends."""
         return compacted_view(self.system_prompt, self.messages, self.checkpoint)
@@ -1763,7 +1830,7 @@ class Agent:
         self.interrupt.clear()
         for event in self.settle():
             yield event
-        yield self._add(user_message(prompt))
+        yield self._add(self.to_message(prompt))
         try:
             while self.steps < self.config.max_steps:
                 self.steps += 1
@@ -1781,6 +1848,11 @@ class Agent:
                 async with aclosing(self._run_calls(reply)) as running:
                     async for event in running:
                         yield event
+                steered = self._take_steers()
+                for message in steered:
+                    yield self._add(message)
+                if steered:
+                    continue
                 if objection := self._objection(reply):
                     yield self._add(feedback_message(objection))
                 elif not reply.tool_calls:
@@ -1798,6 +1870,14 @@ class Agent:
             yield event
         error, retryable = str(failure) if failure else None, getattr(failure, "retryable", False)
         yield TurnEnd(reason, error, self.usage, self.steps, time.monotonic() - started, retryable)
+
+    def _take_steers(self) -> list[Message]:
+        """The steered lines as messages; what the model did so far is no repetition any more."""
+        lines = [line for line in self.pending if line.steers]
+        if lines:
+            self.pending = [line for line in self.pending if not line.steers]
+            self._last_call, self._empty_replies = None, 0
+        return [self.to_message(line.text) for line in lines]
 
     def settle(self) -> Iterator[Event]:
         """Answer the calls that were left without a result: after an interrupt, an error, a killed process."""
@@ -1853,6 +1933,8 @@ class Agent:
             yield ToolEnd(call, result)
             if self.interrupt.is_set():
                 raise Interrupted
+            if any(line.steers and STOP_WORDS.match(line.text) for line in self.pending):
+                skip = skip or STOPPED
             if result.is_error:
                 skip = skip or SKIPPED
             reminder = self._note_repetition(call, result) or reminder
