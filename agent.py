@@ -17,7 +17,7 @@ the list of messages and only grows; the *view* is what is sent of it. *Events* 
 yields; *sinks* (renderers, the session log) take them, and decide nothing.
 
 Sections: Errors and interruption, Configuration, Messages, Events, Text, Workspace, Sandbox, Tools, Approval,
-Provider, Embedded model, Context, Agent, Session, Markdown, Renderers, Slash commands, Terminal, REPL, Headless,
+Provider, Context, Agent, Session, Markdown, Renderers, Slash commands, Terminal, REPL, Headless,
 Command line.
 
 Read `Agent.turn` first: it is the whole control flow. `build_runtime` wires all parts together.
@@ -2964,7 +2964,7 @@ class PlainRenderer:
             case Adapted(what) | Notice(what):
                 self._say(what)
             case ToolStart(call):
-                self._say("> " + " ".join(describe_call(call)))
+                self._say(f"> {one_line(call.name)} {describe_call(call)[1]}")
             case ToolEnd(_, result):
                 lines = clean(result.content).strip().splitlines() or [""]
                 self._say(f"  {one_line(lines[-1])}")

@@ -18,20 +18,12 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 AGENT = REPOSITORY / "agent.py"
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    """Declare the markers."""
-    config.addinivalue_line("markers", "model: needs the weights of the embedded model; run with -m model")
-    config.addinivalue_line("markers", "slow: takes more than a few seconds")
-    config.addinivalue_line("markers", "invalid_requests: the scripted provider is expected to see violations")
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave the tests marked `model` out unless -m asks for them."""
-    if "model" in (config.option.markexpr or ""):
-        return
-    wanted = [item for item in items if not item.get_closest_marker("model")]
-    config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("model")])
-    items[:] = wanted
+    """Leave the tests marked `model` and `slow` out unless -m asks for them."""
+    unwanted = [name for name in ("model", "slow") if name not in (config.option.markexpr or "")]
+    left_out = [item for item in items if any(item.get_closest_marker(name) for name in unwanted)]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in left_out]
 
 
 @pytest.fixture(autouse=True)

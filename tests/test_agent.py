@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -317,7 +318,7 @@ def test_each_request_extends_the_one_before(server: Serve, converse: Converse) 
     converse(fake).send("go")
     sent = [request.messages for request in fake.requests]
     assert len(sent) == 11
-    assert all(later[: len(earlier)] == earlier for earlier, later in zip(sent, sent[1:], strict=False))
+    assert all(later[: len(earlier)] == earlier for earlier, later in itertools.pairwise(sent))
     assert len({json.dumps(request.body["tools"]) for request in fake.requests}) == 1
 
 

@@ -611,7 +611,7 @@ def test_needs_weights():
 
 def test_a_violation_fails_the_test_unless_it_is_marked(tmp_path: Path) -> None:
     (tmp_path / "test_inner.py").write_text(INNER)
-    options = f"-m pytest -q -p conftest -p no:cacheprovider --rootdir {tmp_path} {tmp_path}"
+    options = f"-m pytest -q -p conftest -p no:cacheprovider -p no:warnings --rootdir {tmp_path} {tmp_path}"
     environment = {**os.environ, "PYTHONPATH": str(TESTS)}
     command = [sys.executable, *options.split()]
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
