@@ -2405,7 +2405,7 @@ class Painter:
         attributes, colour = STYLES[style]
         sgr = ";".join(filter(None, [attributes, colour if self.colour else ""]))
         rest = " " * len(first) if rest is None else rest
-        lines = wrap(clean(text), max(8, self.width - len(first)))
+        lines = wrap(clean(text), max(4, self.width - max(len(first), len(rest))))
         lines = [self.glyphs((rest if n else first) + line) for n, line in enumerate(lines)]
         return "".join(
             f"\x1b[{sgr}m{line}\x1b[0m\n" if sgr and line.strip() else line.rstrip() + "\n" for line in lines
@@ -2435,8 +2435,12 @@ class Painter:
         )  # a link's text can lie: show its URL
         markdown.parsed = list(tokens)
         lines = self.lines(markdown)
-        begins_blank = lines and not lines[0] and tokens[0].nesting == 1
-        return lines[1:] if begins_blank else lines
+        if tokens and tokens[0].nesting == 1:  # code may begin with a blank line, other blocks only have a margin
+            while lines and not lines[0]:
+                del lines[0]
+        while lines and not lines[-1]:
+            del lines[-1]
+        return lines
 
     def ansi(self, lines: Iterable[Line]) -> str:
         """The lines as text for the terminal, each ended."""
@@ -2883,9 +2887,12 @@ class TerminalRenderer:
         else:
             lines, how = [*lines, last], ""
         if call.name in ("read_from_file", "list_files") and not result.is_error:
-            how, lines = f" · {len(lines)} lines", []
+            how, lines = f" · {len(lines)} line{'s' * (len(lines) != 1)}", []
+        if result.display and not result.is_error:
+            changes = result.display.split("\n")
+            how = f" · +{sum(line[:1] == '+' for line in changes)} -{sum(line[:1] == '-' for line in changes)}"
         mark, style = ("✗", "error") if result.is_error else ("•", "tool")
-        self._print("tool", self.painter.styled(f"{subject}{how}", style, first=f"{mark} {verb} "))
+        self._print("tool", self.painter.styled(f"{verb} {subject}{how}", style, first=f"{mark} ", rest="    "))
         if result.display:
             self._print_diff(f"{verb} {subject}", subject, result.display)
         elif call.name != "write_to_file" or result.is_error:
@@ -2921,20 +2928,30 @@ class TerminalRenderer:
         self.note(" · ".join(filter(None, [describe_usage(event.usage), steps, f"{event.elapsed_s:.0f} s"])), "dim")
 
     def _tail(self, rows: int) -> list[Line]:
+        """The preview, with the blank line that will part it from what was printed last."""
+        kind, lines = "answer", list[Line]()
+        if rows < 2:
+            return lines
         if self._call:
-            lines = clean(self._output).rstrip("\n").split("\n") if self._output.strip() else []
-            return self._faint(lines, rows)
-        if self._thoughts:
-            return self._faint(clean("".join(self._thoughts[-400:])).rstrip("\n").split("\n"), rows)
-        return self._answer.tail(rows)
+            from rich.segment import Segment
 
-    def _faint(self, lines: Sequence[str], rows: int) -> list[Line]:
+            title = crop("• " + " ".join(describe_call(self._call)), max(8, self.painter.width))
+            kind, lines = "tool", [[Segment(title)], *self._faint(self._output, "    ", rows - 2)]
+        elif self._thoughts:
+            kind, lines = "note", self._faint("".join(self._thoughts[-400:]), "", rows - 1)
+        else:
+            lines = self._answer.tail(rows - 1)
+        return [[], *lines] if lines and kind != self._last_kind else lines
+
+    def _faint(self, text: str, indent: str, rows: int) -> list[Line]:
+        """The end of a text in dim lines."""
         from rich.segment import Segment
         from rich.style import Style
 
-        width = max(8, self.painter.width - 2)
-        wrapped = [part for line in lines[-rows:] for part in wrap(line[-width * rows :], width)]
-        return [[Segment("  " + line, Style(dim=True))] for line in wrapped[-rows:]] if rows > 0 else []
+        width = max(8, self.painter.width - len(indent))
+        lines = clean(text).rstrip("\n").split("\n")[-rows:] if text.strip() and rows > 0 else []
+        wrapped = [part for line in lines for part in wrap(line[-width * rows :], width)]
+        return [[Segment(indent + line, Style(dim=True))] for line in wrapped[-rows:]]
 
 
 class JsonRenderer:
@@ -3867,6 +3884,9 @@ def _terminal_kept(output: TextIO) -> Iterator[None]:
     """Whatever happens inside, the terminal is as usable afterwards as it was."""
     import termios
 
+    if not sys.stdin.isatty():  # a test's: there is nothing to keep
+        yield
+        return
     descriptor = sys.stdin.fileno()
     before = termios.tcgetattr(descriptor)
     try:
@@ -4001,7 +4021,7 @@ class Repl:
 
     def _tail(self) -> StyleAndTextTuples:
         """The preview of what is not final: never so high that the input line has no room."""
-        if self.screen.settling or not self.conversation.working:
+        if self.screen.settling or self.asking or not self.conversation.working:
             return []
         others = self.editor.buffer.document.line_count + len(self.runtime.agent.pending) + 4 + 2 * bool(self.asking)
         lines = self.renderer.tail(min(TAIL_ROWS, self.screen.rows - min(others, self.screen.rows // 2 + 2)))
@@ -4047,7 +4067,7 @@ class Repl:
             words = {"y": "[y]es", "n": "[n]o", "r": "no, [r]eason", "a": "[a]lways", "e": "[e]dit"}
             text = "  ".join(["Run it?", *(words[key] for key in asking.choices)])
         style = "class:question" if asking.armed or asking.writing else "class:faint"
-        return [(style, crop(text, self.screen.columns - 1))]
+        return [(style, "\n".join(wrap(text, max(8, self.screen.columns - 1))))]
 
     def _toolbar_line(self) -> StyleAndTextTuples:
         text = self.toolbar.text(self.screen.columns - 1, self.conversation.working)
