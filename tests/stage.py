@@ -126,8 +126,7 @@ def play_on_stage(
                     if not running.done():
                         repl._leave(0)
                     await running
-                    await provider.close()
-                    runtime.session.close()
+                    await runtime.close()
 
     asyncio.run(run())
     return paper

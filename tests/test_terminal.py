@@ -467,11 +467,12 @@ def test_a_mentioned_file_is_attached_and_shown_as_typed(server: Serve, workspac
     assert "[attached file notes.txt]\nremember the milk" in sent
 
 
-def test_a_mention_cannot_lead_out_of_the_workspace(workspace: Path, tmp_path: Path) -> None:
+def test_a_mention_attaches_nothing_from_elsewhere_and_no_secrets(workspace: Path, tmp_path: Path) -> None:
     (tmp_path / "secret.txt").write_text("hidden")
     (workspace / "link").symlink_to(tmp_path / "secret.txt")
+    (workspace / ".env").write_text("PASSWORD=hidden")
     files = agent.Workspace(Path(os.path.realpath(workspace)))
-    for mention in ("@../secret.txt", "@link", f"@{tmp_path}/secret.txt"):
+    for mention in ("@../secret.txt", "@link", f"@{tmp_path}/secret.txt", "@.env"):
         assert agent.message_with_files(files, mention) == {"role": "user", "content": mention}
 
 
@@ -632,7 +633,7 @@ def test_the_toolbar_fits_and_tells_what_matters(server: Serve, workspace: Path)
         await stage.shows("Hi.")
         await stage.idle()
         line = stage.repl.toolbar.text(200, False)
-        for part in ("NOT sandboxed", "plan 1/3", "12k in (10k cached), 678 out", "$0.02", str(workspace)):
+        for part in ("NOT sandboxed", "plan 1/3", "12k in (10k cached), 678 out", "$0.02", str(workspace)[:20]):
             assert part in line
         assert len(stage.repl.toolbar.text(30, False)) <= 30
 
