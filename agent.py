@@ -3077,7 +3077,7 @@ class Agent:
                 except ContextOverflow as overflow:
                     yield await self._compact_for(overflow)
                     continue
-                if reply.text or reply.tool_calls:
+                if reply.text.strip() or reply.tool_calls:
                     yield self._add(reply.message)
                 async with aclosing(self._run_calls(reply)) as running:
                     async for event in running:

@@ -117,22 +117,24 @@ def test_up_takes_the_last_queued_line_back(server: Serve, workspace: Path) -> N
 
 
 def test_rapid_lines_all_arrive_in_order(server: Serve, workspace: Path) -> None:
-    fake = server(slow("Working on it, slowly and thoroughly. " * 4), text("All there."))
+    wait = call("run_shell_command", command="while [ ! -e gate ]; do sleep 0.02; done")
+    fake = server(wait, text("All there."))
     lines = [f"line {n}" for n in range(100)]
 
     async def play(stage: Stage) -> None:
         stage.keys("go\r")
-        await stage.shows("Working")
+        await stage.shows("$ while")
         for line in lines:
             stage.keys(line)
-            await asyncio.sleep(0)
+            await stage.until(lambda line=line: stage.repl.editor.text == line)
             stage.keys("\r")
-            await stage.until(lambda line=line: any(p.text == line for p in stage.agent.pending))
+            await stage.until(lambda: stage.repl.editor.text == "")
+        (workspace / "gate").touch()
         await stage.shows("All there.")
         await stage.idle()
         assert stage.prompts() == ["go", *lines]
 
-    play_on_stage(play, fake.base_url, workspace, rows=60)
+    play_on_stage(play, fake.base_url, workspace)
 
 
 def test_commands_queue_while_it_works_and_show_runs_at_once(server: Serve, workspace: Path) -> None:
