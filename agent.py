@@ -6125,6 +6125,7 @@ EXIT_WORDS = ("exit", "quit")
 LONG_TURN_S = 10  # a turn of that length makes itself known when it ends
 SPINNER, ASCII_SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏", "|/-\\"
 TAIL_ROWS, QUEUE_ROWS = 10, 3
+TYPED_AT_ONCE = 16  # more characters than that after an Enter, in one read, were pasted and not typed ahead
 QUIET_S = 8  # after so long without a sign of life the status line says so
 RAN = "I ran this command myself:\n$ {command}\n{output}"
 
@@ -6737,7 +6738,7 @@ class Repl:
     def _on_enter(self, event: KeyPressEvent) -> None:
         """Submit; but inside a paste that came without marks, and while a completion is chosen, go on."""
         buffer, follows = self.editor.buffer, event.app.key_processor.input_queue
-        if follows and any(len(key.key) == 1 for key in follows):
+        if sum(len(key.key) == 1 for key in follows) > TYPED_AT_ONCE:
             buffer.insert_text("\n")
         elif buffer.complete_state and buffer.complete_state.current_completion:
             buffer.complete_state = None

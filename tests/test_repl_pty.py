@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -29,7 +30,10 @@ def idle(terminal: Terminal) -> None:
 def enter(terminal: Terminal, line: str) -> None:
     """Type a line when nothing is being worked on, and Enter."""
     idle(terminal)
-    terminal.send(line + "\r")
+    terminal.send(line)
+    terminal.wait_for(r"^[>›] ?" + re.escape(line.partition("\x1b")[0][:10]), visible=True)
+    terminal.send("\r")
+    terminal.wait_for(PROMPT, visible=True)
 
 
 @pytest.fixture

@@ -372,8 +372,8 @@ def test_a_paste_without_marks_is_not_submitted_line_by_line(server: Serve, work
     fake = server(text("Read."))
 
     async def play(stage: Stage) -> None:
-        stage.keys("first\rsecond\rthird")
-        await stage.until(lambda: stage.repl.editor.text == "first\nsecond\nthird")
+        stage.keys("first\rsecond line\rthe third line is a little longer")
+        await stage.until(lambda: stage.repl.editor.text == "first\nsecond line\nthe third line is a little longer")
         assert not fake.requests
 
     play_on_stage(play, fake.base_url, workspace)
