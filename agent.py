@@ -18,7 +18,7 @@ yields; *sinks* (renderers, the session log) take them, and decide nothing.
 
 Sections: Errors and interruption, Configuration, Messages, Events, Text, Workspace, Snapshots, Sandbox, Tools,
 Approval, Provider: errors, Provider: adaptation, Provider: wires, Provider: requests, Context, Agent, Session, Undo,
-Markdown, Renderers, Slash commands, Terminal, REPL, Headless, Command line.
+Markdown, Renderers, Slash commands, Terminal, REPL, Headless, Replay, Command line.
 
 Read `Agent.turn` first: it is the whole control flow. `build_runtime` wires all parts together.
 """
@@ -67,6 +67,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import IO, TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, TextIO, TypeAlias, TypeVar, cast
 
 if TYPE_CHECKING:
@@ -96,6 +97,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 T = TypeVar("T")
+A = TypeVar("A", bound="Agent")
 
 
 # --- Errors and interruption ----------------------------------------------------------------------
@@ -167,7 +169,7 @@ async def interruptible(work: Awaitable[T], interrupt: asyncio.Event, timeout_s:
 
 USER_SETTINGS = (
     "model", "base_url", "api", "local", "context_window", "max_steps", "approve", "sandbox", "network",
-    "keep_env", "instructions", "shell_timeout_s", "first_token_timeout_s", "idle_timeout_s", "max_attempts",
+    "keep_env", "trace", "instructions", "shell_timeout_s", "first_token_timeout_s", "idle_timeout_s", "max_attempts",
     "editing", "notify", "prices",
 )  # fmt: skip
 
@@ -235,6 +237,8 @@ class Config:
     """auto: sandbox commands where it works; on: refuse to run without it; off: never."""
     network: bool = False
     """Whether sandboxed commands may use the network."""
+    trace: bool = False
+    """Whether to keep every byte of requests and replies beside the session log."""
     keep_env: str = ""
     """Names of variables that commands inherit although they look like secrets, with commas between."""
     instructions: str = ""
@@ -1086,19 +1090,23 @@ def sync_directory(path: Path) -> None:
 class Workspace:
     """The files below `root`, a real path, and below `scratch`, which commands in the sandbox see as /tmp.
 
-    `home` and `state_dir` say what is hidden. Paths outside are opened too, but never unasked: see `concern`.
+    `home` and `state_dir` say what is hidden, `policy` is the user's configuration file. Paths outside are opened
+    too, but never unasked: see `concern`.
     """
 
     def __init__(
-        self, root: Path, scratch: Path | None = None, home: Path | None = None, state_dir: Path | None = None
-    ) -> None:
+        self, root: Path, scratch: Path | None = None, home: Path | None = None, state_dir: Path | None = None,
+        policy: Path | None = None,
+    ) -> None:  # fmt: skip
         self.root = root
+        self.policy = policy
         self.scratch = scratch
         self.home = home
         hidden = [home / name for name in HIDDEN] if home else []
         real = [Path(os.path.realpath(path)) for path in [*hidden, *([state_dir] if state_dir else [])]]
         self.hidden = tuple(path for path in real if not _is_below(root, path))
-        self.protected = (*(root / name for name in PROTECTED), Path(os.path.realpath(__file__)))
+        own = [Path(os.path.realpath(path)) for path in (Path(__file__), *([policy] if policy else []))]
+        self.protected = (*(root / name for name in PROTECTED), *own)
         self._known: dict[Path, bytes] = {}  # digest of each file as the model last read or wrote it
         self._bases = {"workspace": os.open(root, ONLY_DIRECTORY), "outside": os.open("/", ONLY_DIRECTORY)}
         if scratch:
@@ -1115,7 +1123,10 @@ class Workspace:
         for temporary in ("/tmp", "/var/tmp"):
             if self.scratch and _is_below(wanted, Path(temporary)) and not _is_below(wanted, self.root):
                 wanted = self.scratch / wanted.relative_to(temporary)
-        real = Path(os.path.realpath(wanted))
+        try:
+            real = Path(os.path.realpath(wanted))
+        except OSError as exc:  # a link that was changed at this moment
+            raise ToolError(f"{escape(path, keep='')}: {exc.strerror}.") from None
         if _is_below(real, self.root):
             return Place(real, "workspace", escape(os.path.relpath(real, self.root), keep=""))
         if self.scratch and _is_below(real, self.scratch):
@@ -1602,6 +1613,17 @@ class SnapshotStore:
             restored.kept.append((".", exc.strerror or str(exc)))
         return restored
 
+    def unpack(self, name: str) -> Restored:
+        """Put the files of a tree into the workspace, which should be empty; raises SnapshotError."""
+        restored = Restored()
+        directory = _open_directory(str(self.root))
+        try:
+            nothing = Tree(stat.S_IMODE(os.fstat(directory).st_mode), {})
+            self._restore(directory, "", nothing, nothing, self.tree(name), restored)
+        finally:
+            os.close(directory)
+        return restored
+
     def _restore(self, directory: int, path: str, live: Tree, old: Tree, new: Tree, restored: Restored) -> None:
         """Go back in one open directory, and set its mode last."""
         mode = new.mode if old.mode != new.mode and (restored.force or live.mode in (old.mode, new.mode)) else live.mode
@@ -1817,6 +1839,18 @@ class Sandbox:
         scratch = str(self.workspace.scratch)
         return [*begin, "--bind", scratch, "/tmp", "--bind", scratch, "/var/tmp"]
 
+    @functools.cached_property
+    def _masks(self) -> tuple[str, ...]:
+        """What is hidden if it exists; the private /tmp hides what is below that by itself."""
+        root, temporary = self.workspace.root, Path("/tmp")
+        return tuple(str(p) for p in self.workspace.hidden if not _is_below(p, temporary) or _is_below(p, root))
+
+    @functools.cached_property
+    def _program(self) -> str:
+        """This file, if it lies in the workspace."""
+        here = Path(os.path.realpath(__file__))
+        return str(here) if _is_below(here, self.workspace.root) else ""
+
     def _protected(self, read_only: bool) -> Iterator[str]:
         """The workspace, what must not be changed in it, and what is hidden: only what exists, so for each call anew.
 
@@ -1832,16 +1866,13 @@ class Sandbox:
             for path in (git / "hooks", git / "config", git / "config.worktree", git / "modules"):
                 if path.exists():
                     yield from ("--ro-bind", str(path), str(path))
-        program = os.path.realpath(__file__)
-        if _is_below(Path(program), self.workspace.root):
-            yield from ("--ro-bind", program, program)
-        for path in self.workspace.hidden:
-            if _is_below(path, Path("/tmp")) and not _is_below(path, self.workspace.root):
-                continue  # the private /tmp hides it already
-            if path.is_dir():
-                yield from ("--tmpfs", str(path))
-            elif path.is_file():
-                yield from ("--ro-bind", "/dev/null", str(path))
+        if self._program:
+            yield from ("--ro-bind", self._program, self._program)
+        for hidden in self._masks:
+            if os.path.isdir(hidden):
+                yield from ("--tmpfs", hidden)
+            elif os.path.isfile(hidden):
+                yield from ("--ro-bind", "/dev/null", hidden)
 
     def wrap(self, command: str, network: bool, read_only: bool = False, holder: int = 0) -> list[str]:
         """The argument list that runs a shell command confined. `holder`: join the private network of that process."""
@@ -1899,6 +1930,8 @@ def probe_sandbox(workspace: Workspace, state_dir: Path, search_path: str) -> tu
         return None, "there is no bash"
     if workspace.home and _is_below(Path(os.path.realpath(workspace.home)), workspace.root):
         return None, "the workspace holds your home directory"
+    if workspace.policy and _is_below(Path(os.path.realpath(workspace.policy)), workspace.root):
+        return None, "the workspace holds your configuration of this program"
     reasons = []
     canary = state_dir / "canary"
     canary.write_text("canary")
@@ -1987,24 +2020,35 @@ class CommandOutput:
 
 @dataclass(frozen=True)
 class _Process:
-    """A line of the process table."""
+    """A line of the process table. `tag`: which command it belongs to, if it is our child; b"" if it does not say."""
 
     parent: int
     session: int
-    tag: bytes
+    tag: bytes = b""
+
+
+def _read_proc(pid: str, name: str) -> bytes:
+    file = os.open(f"/proc/{pid}/{name}", os.O_RDONLY)
+    try:
+        return os.read(file, 1 << 17)
+    finally:
+        os.close(file)
 
 
 def _process_table() -> dict[int, _Process]:
-    """The living processes that we may look at; empty where there is no /proc."""
-    table = {}
-    for name in filter(str.isdigit, os.listdir("/proc") if os.path.isdir("/proc") else ()):
+    """The living processes that we may look at; empty where there is no /proc. Runs after every command: be quick."""
+    table, us = {}, os.getpid()
+    for pid in filter(str.isdigit, os.listdir("/proc") if os.path.isdir("/proc") else ()):
         with contextlib.suppress(OSError):
-            state, parent, _, session, *_ = Path(f"/proc/{name}/stat").read_bytes().rpartition(b")")[2].split()
-            if state != b"Z":
+            state, parent, _, session = _read_proc(pid, "stat").rpartition(b")")[2].split(maxsplit=4)[:4]
+            if state == b"Z":
+                continue
+            tag = b""
+            if int(parent) == us:
                 tag = b"?"  # not ours to look at
                 with contextlib.suppress(OSError):
-                    tag = Path(f"/proc/{name}/environ").read_bytes().partition(b"AGENT_CALL=")[2][:32]
-                table[int(name)] = _Process(int(parent), int(session), tag)
+                    tag = _read_proc(pid, "environ").partition(b"AGENT_CALL=")[2][:32]
+            table[int(pid)] = _Process(int(parent), int(session), tag)
     return table
 
 
@@ -2032,7 +2076,8 @@ class Job:
         self.started = time.monotonic()
         self.how = ""  # how it ended, in words
         self.status: int | None = None  # the exit code of a command that ended by itself
-        self.exited = asyncio.Event()
+        self.exited = asyncio.Event()  # the shell has ended
+        self.ended = asyncio.Event()  # nothing is left, and `how` is known
         self._emit = emit
         self._tag = secrets.token_hex(16)
         self._unseen = b""
@@ -2152,13 +2197,14 @@ class Job:
             reason = f"exit code {code if code >= 0 else 128 + number}{named}"
             reason += f"; {left} process(es) left running were stopped; background=true keeps one" if left else ""
         self.how = f"{reason}, {time.monotonic() - self.started:.1f} s"
+        self.ended.set()
 
     async def _stop(self) -> int:
         """End the processes, politely first; how many there were. bwrap itself is only killed: it ends all at once."""
         if self.exited.is_set() and self.confined:
             return 0  # the process namespace is gone, and all in it
         left, spared = 0, {self.process.pid} if self.confined else set()
-        polite = [(0, LEFTOVER_S)] if self.exited.is_set() else [(signal.SIGINT, 0.3)]
+        polite = [(0, LEFTOVER_S)] if self.exited.is_set() else [(signal.SIGINT, 0.5)]
         for number, patience_s in (*polite, (signal.SIGTERM, 0.7), (signal.SIGKILL, 2.0)):
             told: set[int] = set()
             deadline = time.monotonic() + patience_s
@@ -2182,13 +2228,6 @@ class Job:
             if pid > 0 and pid != self.process.pid:
                 with contextlib.suppress(OSError):
                     os.waitpid(pid, os.WNOHANG)
-
-    def kill(self) -> None:
-        """End everything at once, without waiting: for the end of the program."""
-        for _ in range(3):
-            for pid in self._alive():
-                with contextlib.suppress(OSError):
-                    os.kill(pid, signal.SIGKILL)
 
 
 class Jobs:
@@ -2245,11 +2284,13 @@ class Jobs:
         return self._holder_pid
 
     def _watch_over(self) -> None:
-        """See to it that unsandboxed commands are found when they go astray, and end when we are killed."""
+        """See to it that commands end when we are killed.
+
+        bwrap does so itself, but not in its first milliseconds, before it has asked the kernel for it.
+        """
         import subprocess
 
         if self._watcher is None and os.path.isdir("/proc"):
-            adopt_orphans()
             argv = ["/bin/sh", "-c", WATCHER, self._session_tag]
             environ = {"PATH": self._search_path(), "AGENT_CALL": "watcher"}
             self._watcher = subprocess.Popen(argv, env=environ, stdin=subprocess.PIPE, start_new_session=True)
@@ -2260,14 +2301,15 @@ class Jobs:
     ) -> Job:  # fmt: skip
         """Start a command; raises OSError or ValueError when that is not possible."""
         sandbox = None if unsandboxed else self.sandbox
+        environ = {**self._environ, "AGENT_SESSION": self._session_tag}
+        self._watch_over()
         if sandbox:
             holder = self._network_holder(sandbox) if background and not network else self._holder_pid
             argv = sandbox.wrap(command, network, read_only, holder)
-            environ = {**self._environ, **BOXED_ENVIRONMENT}
+            environ |= BOXED_ENVIRONMENT
         else:
-            self._watch_over()
+            adopt_orphans()
             argv = [self._shell, "-c", PLAIN_SHELL.replace("SHELL", self._shell), command]
-            environ = {**self._environ, "AGENT_SESSION": self._session_tag}
         number = max(self.background, default=0) + 1
         name = f"job-{number}.log" if background else f"call-{secrets.token_hex(4)}.log"
         output = CommandOutput(self.folder / name, f"/tmp/{name}" if sandbox else str(self.folder / name), background)
@@ -2460,14 +2502,20 @@ FIRST_LOOK_S = 1.0  # how long a background job is watched, to see it fail at on
 
 def _hint(output: str, network: bool) -> str:
     """Why the sandbox may have made a command fail, and what the model can do about it; "" as a rule."""
-    if "bwrap: " in output[:200]:
-        return "\n[the sandbox could not be started, so nothing was run]"
+    if output.startswith("bwrap: "):
+        return "the sandbox could not be started, so nothing was run"
     if "Read-only file system" in output or "Device or resource busy" in output:
         what = "only the workspace (without .git/config and .git/hooks) and /tmp can be written"
-        return f"\n[sandbox: {what}; unsandboxed=true asks the user]"
+        return f"sandbox: {what}; unsandboxed=true asks the user"
     if not network and NO_NETWORK.search(output):
-        return "\n[sandbox: the network is off; network=true asks the user]"
+        return "sandbox: the network is off; network=true asks the user"
     return ""
+
+
+def _with_notes(output: CommandOutput, *notes: str) -> str:
+    """The output, and after it each note on a line in brackets."""
+    text = output.text().removesuffix("\n")
+    return "\n".join([*([text] if text else []), *(f"[{note}]" for note in notes if note)])
 
 
 async def _job_command(jobs: Jobs, command: str) -> ToolResult | None:
@@ -2501,16 +2549,14 @@ async def run_shell_command(context: ToolContext, arguments: dict[str, Any]) -> 
         raise ToolError(f"The command could not be started: {exc}.") from None
     if background:
         with contextlib.suppress(TimeoutError):
-            await interruptible(job.exited.wait(), context.interrupt, FIRST_LOOK_S)
+            await interruptible(job.ended.wait(), context.interrupt, FIRST_LOOK_S)
         number = max(jobs.background)
-        how = "" if job.exited.is_set() else f"; stop it with: kill %{number}"
-        return ToolResult(f"{job.output.text()}\n[{jobs.describe(number)}{how}]".lstrip())
+        how = "" if job.ended.is_set() else f"; stop it with: kill %{number}"
+        return ToolResult(_with_notes(job.output, jobs.describe(number) + how))
     wanted_s = float(arguments.get("timeout_s") or 0)
     await job.run(min(wanted_s if wanted_s > 0 else context.config.shell_timeout_s, MAX_TIMEOUT_S), context.interrupt)
-    output = job.output.text().strip("\n")
-    hint = _hint(output, network) if context.sandbox and not unsandboxed and job.status else ""
-    news = "".join(f"\n[{line}]" for line in jobs.news())
-    return ToolResult(f"{output}\n[{job.how}]{hint}{news}".lstrip(), is_error=job.status != 0)
+    hint = _hint(job.output.text(), network) if context.sandbox and not unsandboxed and job.status else ""
+    return ToolResult(_with_notes(job.output, job.how, hint, *jobs.news()), is_error=job.status != 0)
 
 
 def _preview_command(context: ToolContext, arguments: dict[str, Any]) -> Preview:
@@ -2562,8 +2608,8 @@ def ignore_rule(line: str, folder: str) -> tuple[re.Pattern[str], bool, bool] | 
     anywhere = "/" not in line
     regex = "".join(
         {"**/": "(?:.*/)?", "/**": "/.*", "**": ".*", "*": "[^/]*", "?": "[^/]"}.get(part)
-        or (re.sub(r"^\[!", "[^", part) if part.startswith("[") else re.escape(part))
-        for part in re.findall(r"\*\*/|/\*\*|\*\*|\*|\?|\[[^\]/]+\]|[^*?\[/]+|.", line.removeprefix("/"))
+        or (re.sub(r"^\[!", "[^", part) if len(part) > 2 and part[0] == "[" else re.escape(part.removeprefix("\\")))
+        for part in re.findall(r"\\.|\*\*/|/\*\*|\*\*|\*|\?|\[[^\]/]+\]|[^*?\[/\\]+|.", line.removeprefix("/"))
     )
     begin = re.escape(f"{folder}/" if folder else "")
     try:
@@ -3144,7 +3190,7 @@ class Approvals:
         if preview.risk == "exec":
             if self.sandbox and preview.concern and sources:
                 return ""
-            return f"this exact command{f' {preview.concern}' if preview.concern else ''}: {preview.detail}"
+            return f"this exact command{f' ({preview.concern})' if preview.concern else ''}: {preview.detail}"
         if preview.risk == "read" and preview.concern.startswith("outside"):
             return f"reading in {os.path.dirname(preview.detail)}"
         return "" if preview.concern else "writing in the workspace"
@@ -4400,7 +4446,9 @@ def failure_of(error: Exception, limit_s: float) -> Failure:
     cause: BaseException = error
     while cause.__cause__ or cause.__context__:
         cause = cause.__cause__ or cause.__context__ or cause
-    return Failure("no connection", one_line(str(cause) or type(cause).__name__, 200))
+    number = cause.errno or 0 if isinstance(cause, OSError) else 0  # 1 and below are TLS and name lookup
+    reason = os.strerror(number) if number > 1 else re.sub(r"\[Errno -?\d+\] ", "", str(cause))
+    return Failure("no connection", one_line(reason or type(cause).__name__, 200))
 
 
 def explain(failure: Failure, base_url: str, model: str, size: int) -> ProviderError:
@@ -4418,8 +4466,11 @@ def explain(failure: Failure, base_url: str, model: str, size: int) -> ProviderE
 class Exchange:
     """One request on its way: `open`, then `read` until it gives None, then `close`."""
 
-    def __init__(self, reader: ReplyReader, first_limit_s: float, idle_limit_s: float) -> None:
+    def __init__(
+        self, reader: ReplyReader, first_limit_s: float, idle_limit_s: float, trace: Callable[[str, bytes], None]
+    ) -> None:
         self.reader = reader
+        self._trace = trace
         self.limit_s = first_limit_s
         """How long the next bytes may take: less once the model has begun, more while it thinks silently."""
         self._first_limit_s, self._idle_limit_s = first_limit_s, idle_limit_s
@@ -4448,6 +4499,7 @@ class Exchange:
                 return None  # nothing that matters can be missing
             raise
         self._at_end = not data
+        self._trace("reply", data)
         if self._whole is None:
             return self._take(self._events.feed(data) if data else self._events.end())
         self._whole += data
@@ -4510,6 +4562,7 @@ class HttpProvider:
         self.base_url, self._query = split_base_url(base_url)
         self.model = model
         self.sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
+        self.trace: Callable[[str, bytes], None] = lambda kind, data: None  # gets the bytes that go out and come in
         self._key = checked_key(config.api_key)
         self._fixed_wire = wire
         self._file = AdaptationFile(config.state_dir / "providers.json")
@@ -4553,7 +4606,8 @@ class HttpProvider:
             content = json.dumps(body).encode()
             client = self._connected()
             reader = wire.reader(self.source, self.adaptation)
-            exchange = Exchange(reader, self._first_limit_s(), self.config.idle_timeout_s)
+            exchange = Exchange(reader, self._first_limit_s(), self.config.idle_timeout_s, self.trace)
+            self.trace("request", content)
             try:
                 await exchange.open(self._post(client, wire.path, content), interrupt)
                 while (deltas := await exchange.read(interrupt)) is not None:
@@ -4788,6 +4842,11 @@ def unusable(detail: str) -> str:
     return f"{FEEDBACK}Your reply could not be processed. No tool was executed for it. {detail}"
 
 
+def without_times(result: str) -> str:
+    """A tool result without what differs each time: how long it took."""
+    return re.sub(r"\d+\.\d+ ?s\]", "", result)
+
+
 BeforeChange = Callable[[], Awaitable[None]]
 
 
@@ -4885,14 +4944,18 @@ class Agent:
         return compacted_view(self.system_prompt, self.messages, self.checkpoint)
 
     async def turn(self, prompt: str) -> AsyncGenerator[Event, None]:
-        """Run one turn: add the prompt, then step until the model stops calling tools. TurnEnd comes last."""
+        """Run one turn: add the prompt, then step until the model stops calling tools. TurnEnd comes last.
+
+        Without a prompt it goes on from where the transcript stands, as after a provider that gave up.
+        """
         started, reason = time.monotonic(), "limit"
         failure: AgentError | None = None
         self._begin_turn()
         self.interrupt.clear()
         for event in self.settle():
             yield event
-        yield self._add(self.to_message(prompt))
+        if prompt:
+            yield self._add(self.to_message(prompt))
         try:
             while self.steps < self.config.max_steps:
                 self.steps += 1
@@ -4965,7 +5028,7 @@ class Agent:
         started = time.monotonic()
         yield RequestStart(
             purpose, self.provider.model, len(self.messages), self.checkpoint.covered, estimate_tokens(request),
-            self.config.context_window, request_digest(request, tools),
+            self.provider.context_window, request_digest(request, tools),
         )  # fmt: skip
         reply = None
         try:
@@ -5069,7 +5132,7 @@ class Agent:
 
     def _note_repetition(self, call: ToolCall, result: ToolResult) -> str:
         """A reminder when the same call had the same result too often; raises NoProgress when that did not help."""
-        key = (call.name, call.arguments, re.sub(r"\d+\.\d+ ?s\]", "", result.content))
+        key = (call.name, call.arguments, without_times(result.content))
         self._same_calls = self._same_calls + 1 if key == self._last_call else 1
         self._last_call = key
         if self._same_calls >= STOP_AT:
@@ -5141,8 +5204,9 @@ def build_system_prompt(config: Config) -> str:
 #   message     message                                                       the transcript grew
 #   request     purpose, model, messages, covered, tokens, window, digest     a request is about to be sent
 #   retry       attempt, delay_s, reason                                      it failed and is tried again
+#   adapted     what                                                          the way of asking was changed
 #   reply       purpose, status, error, elapsed_s, finish_reason, usage,      it ended; `message` only where the
-#               message                                                       transcript does not get it
+#               problem, message                                              transcript does not get it
 #   compacted   covered, summary, tokens_before, tokens_after                 the view was compacted
 #   snapshot    why, tree                                                     the workspace, before a turn, an undo or
 #                                                                             a redo changes it
@@ -5156,6 +5220,7 @@ def build_system_prompt(config: Config) -> str:
 LOG_VERSION = 1
 KEEP_SESSIONS = 100  # of one workspace; the oldest are deleted
 KEEP_DAYS = 90  # sessions of a workspace that does not exist any more
+TRACE_BYTES = 200_000_000  # of raw requests and replies that one process keeps
 FIRST_BYTES = 65_536  # of a log, read to show what it is about
 
 Record = Mapping[str, Any]
@@ -5284,12 +5349,16 @@ def event_to_record(event: Event) -> dict[str, Any] | None:
             return {"type": "request", **dataclasses.asdict(event)}
         case Retry():
             return {"type": "retry", **dataclasses.asdict(event)}
+        case Adapted(what):
+            return {"type": "adapted", "what": what}
         case RequestEnd(purpose, status, error, elapsed_s, reply):
             record = {
                 "type": "reply", "purpose": purpose, "status": status, "error": error, "elapsed_s": round(elapsed_s, 3),
                 "finish_reason": reply.finish_reason if reply else None,
                 "usage": dataclasses.asdict(reply.usage) if reply and reply.usage else None,
             }  # fmt: skip
+            if reply and (problem := reply.problem or settled_calls(reply.tool_calls)[1]):
+                record["problem"] = problem
             if reply and (purpose == "summary" or not (reply.text.strip() or reply.tool_calls)):
                 record["message"] = reply.message
             return record
@@ -5366,6 +5435,7 @@ class Session:
         self.notices: list[str] = []
         self._file = file
         self._unwritten: list[bytes] = []
+        self._traced = 0
 
     @property
     def id(self) -> str:
@@ -5396,6 +5466,16 @@ class Session:
         self._unwritten.clear()
         if failing:
             self.notices.append("the session log can be written again; nothing is missing in it.")
+
+    def trace(self, kind: str, data: bytes) -> None:
+        """Keep what was sent or received, byte for byte, in a file beside the log; up to TRACE_BYTES of it."""
+        if self.path is None or not data or self._traced > TRACE_BYTES:
+            return
+        line = {"time": round(time.time(), 3), "kind": kind, "data": data.decode("utf-8", "backslashreplace")}
+        with contextlib.suppress(OSError):
+            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+            with open(os.open(self.path.with_suffix(".trace"), flags, 0o600), "wb") as file:
+                self._traced += file.write(json.dumps(line).encode() + b"\n")
 
     def close(self) -> None:
         """Give the log free for other processes. A session in which nothing was said leaves none."""
@@ -8087,6 +8167,225 @@ async def run_headless(runtime: Runtime, prompt: str, as_json: bool, notes: Sequ
     return EXIT_TRY_LATER if end.retryable else EXIT_STATUS[end.reason]
 
 
+# --- Replay ---------------------------------------------------------------------------------------
+# Runs a recorded session again with the recorded replies and says where it first takes another course: the proof
+# that requests follow from the log alone, what a defect report needs, and a demonstration without any model.
+# Covered: prompts, replies, failures, interrupts, compactions, undo and redo, restarts.
+# Not covered: what the user changed in the files between turns; a tool that the user stopped is not run again. A
+# log from someone else holds commands: they are run under the same approval and sandbox as a model's.
+
+REPLAYED_SETTINGS = ("context_window", "max_steps", "shell_timeout_s")
+PIECE = 40  # characters of a replayed delta
+
+
+class Divergence(AgentError):
+    """The replay came to something else than the recording."""
+
+
+@dataclass
+class RecordedReply:
+    """What the provider answered to a request with this digest. `status` as in the log."""
+
+    digest: str
+    status: str = "interrupted"
+    error: str = ""
+    reply: Reply = Reply({"role": "assistant", "content": None})
+
+
+@dataclass
+class Recorded:
+    """One thing that was done, and what came of it. `action`: turn, compact, note, undo, redo or opened."""
+
+    action: str
+    text: str = ""
+    replies: list[RecordedReply] = field(default_factory=list)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Recording:
+    """A log, taken apart: the state it begins with, what was done, the results of all calls by their ids."""
+
+    start: Folded
+    end: Folded
+    tools: list[Mapping[str, Any]]
+    tree: str
+    """The first snapshot, "" when there is none."""
+    actions: list[Recorded] = field(default_factory=list)
+    results: dict[str, str] = field(default_factory=dict)
+    _running: Recorded | None = None
+
+    def take(self, record: Record) -> None:
+        """Take the next record after the session was opened."""
+        match record:
+            case {"type": "request", "digest": str(digest)}:
+                running = self._running or self._begin(Recorded("compact"))
+                running.replies.append(RecordedReply(digest))
+            case {"type": "reply", "status": str(status)} if self._running and self._running.replies:
+                usage = Usage(**record["usage"]) if record.get("usage") else None
+                last = self._running.replies[-1]
+                last.status, last.error = status, record.get("error") or ""
+                last.reply = Reply(
+                    record.get("message") or last.reply.message, record.get("finish_reason") or "stop", usage,
+                    problem=record.get("problem") or "",
+                )  # fmt: skip
+            case {"type": "message", "message": message} if is_message(message):
+                self._take_message(message)
+            case {"type": "snapshot", "why": str(why)} if why != "turn":
+                self.actions.append(Recorded(why.partition("-")[0]))
+            case {"type": "opened", "settings": dict(settings)}:
+                self._running = None
+                self.actions.append(Recorded("opened", str(record.get("model")), settings=settings))
+            case {"type": "turn_end" | "compacted"} if record["type"] == "turn_end" or not self._in_turn:
+                self._running = None
+
+    @property
+    def _in_turn(self) -> bool:
+        return self._running is not None and self._running.action == "turn"
+
+    def _begin(self, action: Recorded) -> Recorded:
+        self.actions.append(action)
+        self._running = action
+        return action
+
+    def _take_message(self, message: Message) -> None:
+        match message["role"]:
+            case "tool":
+                self.results[message["tool_call_id"]] = message_text(message)
+            case "assistant" if self._running and self._running.replies:
+                last = self._running.replies[-1]
+                last.reply = dataclasses.replace(last.reply, message=message)
+            case "user" if not self._in_turn and message_text(message).startswith(FEEDBACK):
+                self.actions.append(Recorded("note", message_text(message).removeprefix(FEEDBACK)))
+            case "user" if not self._in_turn:
+                self._begin(Recorded("turn", message_text(message)))
+
+
+def read_recording(path: Path) -> Recording:
+    """Take a log apart; raises AgentError when it is none."""
+    records = read_log(path).records
+    start = next((i for i, record in enumerate(records) if record.get("type") == "opened"), len(records))
+    trees = [r["tree"] for r in records if r.get("type") == "snapshot" and r.get("why") == "turn" and "tree" in r]
+    tools = records[start].get("tools", []) if start < len(records) else []
+    recording = Recording(fold(records[:start]), fold(records), tools, trees[0] if trees else "")
+    for record in records[start:]:
+        recording.take(record)
+    return recording
+
+
+class RecordedProvider:
+    """Gives the recorded replies, and checks that each request is the one that was recorded."""
+
+    context_window: int | None = None
+
+    def __init__(self, model: str) -> None:
+        self.model = model
+        self.replies: list[RecordedReply] = []
+        self.requests = 0
+
+    async def stream(
+        self, messages: Sequence[Message], tools: Sequence[Tool], interrupt: asyncio.Event
+    ) -> AsyncGenerator[Delta | Reply, None]:
+        """See Provider. Raises Divergence; beyond the recorded replies the turn was broken off."""
+        if not self.replies:
+            raise Interrupted
+        recorded = self.replies.pop(0)
+        self.requests += 1
+        if request_digest(messages, tools) != recorded.digest:
+            raise Divergence(f"request {self.requests} differs from the recorded one")
+        for start in range(0, len(recorded.reply.text), PIECE):
+            yield TextDelta(recorded.reply.text[start : start + PIECE])
+        match recorded.status:
+            case "completed":
+                yield recorded.reply
+            case "overflow":
+                raise ContextOverflow(recorded.error)
+            case "failed":
+                raise ProviderError(recorded.error)
+            case _:
+                raise Interrupted
+
+
+class ReplayedAgent(Agent):
+    """An agent whose calls are compared with the recorded results; with `dry` they are not run at all."""
+
+    results: Mapping[str, str] = MappingProxyType({})
+    dry = True
+    compared = 0
+
+    async def _execute(self, call: ToolCall, emit: Callable[[str], None]) -> ToolResult:
+        recorded = self.results.get(call.id, NOT_EXECUTED)
+        following = self.results.get(f"call{int(call.id.removeprefix('call')) + 1:05d}")
+        if recorded == NOT_EXECUTED:
+            self.interrupt.set()
+        if self.dry or recorded == NOT_EXECUTED or "interrupted by the user" in recorded:
+            return ToolResult(recorded, is_error=following == SKIPPED)
+        result = await super()._execute(call, emit)
+        self.compared += 1
+        if without_times(result.content) != without_times(recorded):
+            changes = clip(diff(recorded, result.content, call.name), 3_000, 1_000)
+            raise Divergence(f"the result of {describe_call(call)} differs from the recorded one:\n{changes}")
+        return dataclasses.replace(result, content=recorded)
+
+
+def recorded_tools(descriptions: Iterable[Mapping[str, Any]]) -> list[Tool]:
+    """Today's tools with the descriptions of the recording, so that a later program can replay an earlier log."""
+    return [
+        dataclasses.replace(find_tool(given["name"]), description=given["description"], parameters=given["parameters"])
+        for given in descriptions
+    ]
+
+
+def _first_difference(recorded: Sequence[Message], now: Sequence[Message]) -> str:
+    """Where two transcripts part, in words."""
+    for number, (old, new) in enumerate(zip(recorded, now, strict=False), 1):
+        if old != new:
+            before, after = (json.dumps(message, indent=1, ensure_ascii=False) for message in (old, new))
+            return f"message {number} is the first that differs:\n{clip(diff(before, after, ''), 3_000, 1_000)}"
+    return "the messages are the same: the view, the system prompt or a tool's description differs"
+
+
+async def replay(runtime: Runtime, recording: Recording) -> str:
+    """Do again what was recorded; returns what was compared. Raises Divergence."""
+    agent, provider = runtime.agent, runtime.agent.provider
+    assert isinstance(agent, ReplayedAgent) and isinstance(provider, RecordedProvider)
+    for recorded in recording.actions:
+        provider.replies = list(recorded.replies)
+        match recorded.action:
+            case "opened":
+                shaping = {name: value for name, value in recorded.settings.items() if name in REPLAYED_SETTINGS}
+                agent.config = dataclasses.replace(agent.config, **shaping)
+                provider.model = recorded.text
+            case "turn":
+                await runtime.send(recorded.text)
+            case "compact":
+                await compact_command(runtime, "")
+            case "note":
+                runtime.emit(agent.note(recorded.text))
+            case "undo" | "redo" if not agent.dry:
+                await asyncio.to_thread(runtime.undo.go, recorded.action, True)
+        if provider.replies:
+            raise Divergence(f"{len(provider.replies)} recorded replies were not asked for")
+    if agent.messages != recording.end.messages:
+        raise Divergence("the transcript differs from the recorded one")
+    return f"{provider.requests} requests and {agent.compared} tool results, all as recorded"
+
+
+async def run_replay(runtime: Runtime, recording: Recording, as_json: bool) -> int:
+    """Replay a log, show it, and return 0 when everything came out as recorded, else 1."""
+    renderer = JsonRenderer() if as_json else PlainRenderer()
+    runtime.sinks.append(renderer)
+    status = 0
+    with _on_signals(asyncio.get_running_loop(), runtime.agent.interrupt.set):
+        try:
+            text = f"replay: {await replay(runtime, recording)}"
+        except Divergence as exc:
+            found = "" if "result of" in str(exc) else _first_difference(recording.end.messages, runtime.agent.messages)
+            status, text = 1, "\n".join(filter(None, [f"replay: {exc}", found]))
+    renderer(Notice(text))
+    return status
+
+
 # --- Command line ---------------------------------------------------------------------------------
 # Options in, exit status out. `build_runtime` is the only place where the parts are put together.
 
@@ -8119,7 +8418,10 @@ def build_parser() -> argparse.ArgumentParser:
     option("new", action="store_true", help="begin a new session; default: continue the last one of the directory")
     option("resume", metavar="ID", nargs="?", const="", help="continue a session; without ID: the last one")
     option("sessions", action="store_true", help="list the sessions of the directory")
-    option("json", action="store_true", help="with --prompt: print events as JSON lines")
+    option("json", action="store_true", help="with --prompt or --replay: print events as JSON lines")
+    option("replay", metavar="LOG", help="run a recorded session again, without a model, and say where it differs")
+    option("dry", action="store_true", help="with --replay: run no tool, use the recorded results")
+    option("trace", action="store_true", default=None, help="keep every byte of requests and replies beside the log")
     parser.add_argument("--version", action="version", version=f"agent.py {__version__}")
     return parser
 
@@ -8204,29 +8506,58 @@ def confine(config: Config) -> tuple[Workspace, Jobs, Sandbox | None, list[str]]
     ]
     sandbox, why_not = None, "it is switched off"
     if config.sandbox != "off":
-        workspace = Workspace(root, scratch, config.home, state_dir)
+        workspace = Workspace(root, scratch, config.home, state_dir, config.config_file)
         sandbox, why_not = probe_sandbox(workspace, state_dir, environ.get("PATH", os.defpath))
         if why_not and config.sandbox == "on":
             raise AgentError(f"the sandbox does not work here: {why_not}. --sandbox off runs without it.")
     if sandbox:
         return sandbox.workspace, Jobs(sandbox.workspace, environ, sandbox, scratch), sandbox, notes
     notes.append(f"NOT SANDBOXED ({why_not}): commands can do whatever you can do, so each one is asked for.")
-    workspace = Workspace(root, None, config.home, state_dir)
+    workspace = Workspace(root, None, config.home, state_dir, config.config_file)
     return workspace, Jobs(workspace, environ, None, scratch), None, notes
 
 
-def build_runtime(config: Config, provider: Provider, fresh: bool, session_id: str | None) -> tuple[Runtime, list[str]]:
-    """Put all parts together; the texts are for the user."""
-    session, notes = open_session(config, provider.model, fresh, session_id)
-    notes += session.notices
-    session.notices.clear()
+def assemble(
+    config: Config, provider: Provider, session: Session, agent_type: type[A], tools: Sequence[Tool] = TOOLS
+) -> tuple[Runtime, A, list[str]]:
+    """Put all parts together around a session; the texts are for the user."""
     workspace, jobs, sandbox, limits = confine(config)
     context = ToolContext(config, workspace, sandbox, asyncio.Event(), jobs=jobs)
     approvals = Approvals(config.approve, sandbox=sandbox is not None)
-    agent = Agent(config, provider, TOOLS, context, approvals)
+    agent = agent_type(config, provider, tools, context, approvals)
     runtime = Runtime(config, agent, session, approvals)
     runtime.start(session)
+    return runtime, agent, limits
+
+
+def build_runtime(config: Config, provider: Provider, fresh: bool, session_id: str | None) -> tuple[Runtime, list[str]]:
+    """All parts, around the session to work in; the texts are for the user."""
+    session, notes = open_session(config, provider.model, fresh, session_id)
+    notes += session.notices
+    session.notices.clear()
+    runtime, _, limits = assemble(config, provider, session, Agent)
+    if config.trace and isinstance(provider, HttpProvider):
+        provider.trace = lambda kind, data: runtime.session.trace(kind, data)
     return runtime, [*notes, *limits]
+
+
+def build_replay(config: Config, log: Path, dry: bool, fresh: bool) -> tuple[Runtime, Recording, list[str]]:
+    """All parts for a replay of a log; into a `fresh` workspace the files are put that it began with, if known."""
+    try:
+        recording = read_recording(log)
+        tools = recorded_tools(recording.tools)
+    except (ToolError, KeyError, TypeError, AgentError) as exc:
+        raise AgentError(f"cannot replay {log}: {exc}") from None
+    provider = RecordedProvider(recording.start.model)
+    session = Session(recording.start, None, None, resumed=False)
+    runtime, agent, notes = assemble(config, provider, session, ReplayedAgent, tools)
+    agent.results, agent.dry = recording.results, dry
+    if fresh and not dry and recording.tree:
+        with contextlib.suppress(SnapshotError):
+            store = SnapshotStore(log.parent / "snapshots", config.workspace, config.state_dir)
+            store.unpack(recording.tree)
+            notes.append("the files are those that the session first changed")
+    return runtime, recording, notes
 
 
 def headless_prompt(prompt: str | None) -> str | None:
@@ -8247,11 +8578,29 @@ def _ask_on_terminal(question: str) -> bool:
     return sys.stdin.isatty() and input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
 
 
+def replay_log(config: Config, options: argparse.Namespace) -> int:
+    """Replay the log that the options name and return the exit status."""
+    log = Path(options.replay).expanduser()
+    runtime, recording, notes = build_replay(config, log, options.dry, options.start_dir is None)
+    for note in notes:
+        print(clean(note), file=sys.stderr)
+
+    async def front() -> int:
+        try:
+            return await run_replay(runtime, recording, options.json)
+        finally:
+            await runtime.close()
+
+    return asyncio.run(front())
+
+
 def run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
     """Do what the options say; raises AgentError for whatever the user can mend."""
-    if options.json and options.prompt is None and sys.stdin.isatty():
+    if options.json and options.prompt is None and not options.replay and sys.stdin.isatty():
         raise ConfigError("--json goes with --prompt.")
-    prompt = None if options.sessions else headless_prompt(options.prompt)
+    if options.dry and not options.replay:
+        raise ConfigError("--dry goes with --replay.")
+    prompt = None if options.sessions or options.replay else headless_prompt(options.prompt)
     ask = _ask_on_terminal if prompt is None else lambda question: False
     workspace = prepare_workspace(options.start_dir, ask)
     config = load_config(vars(options), environ, workspace)
@@ -8259,6 +8608,8 @@ def run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
     if options.sessions:
         print(describe_sessions(config))
         return 0
+    if options.replay:
+        return replay_log(config, options)
     if options.spec:
         copy_spec(options.spec, workspace)
     provider = choose_provider(config, ask)
