@@ -5932,7 +5932,8 @@ CODE_STYLES = {
 ASCII_GLYPHS = str.maketrans(
     dict.fromkeys("┌┐└┘├┤┬┴┼┏┓┗┛┡┩╇╵╷╴╶", "+") | dict(zip("›•✗·…─━│┃▌", ">*x-.--|||", strict=True))
 )
-CODE_BATCH, CODE_HELD_BACK, CODE_CONTEXT = 40, 5, 400  # lines of a code block: printed at a time, kept, lexed again
+CODE_BATCH, CODE_HELD_BACK = 40, 5  # lines of a code block: printed at a time, kept for the next time
+CODE_CONTEXT = 1500  # lines before those that are lexed again, for exact colours
 UNPARSED_TAIL = 6_000  # characters of one unfinished block above which the preview shows its raw end
 
 
@@ -5983,10 +5984,10 @@ def highlight(code: str, language: str) -> list[Text]:
     """The lines of a piece of code, coloured; a language that is not known leaves them plain."""
     from rich.syntax import Syntax
 
-    syntax = Syntax("", language or "text", theme=_code_theme(), background_color="default")
-    lines = list(syntax.highlight(code).split("\n", allow_blank=True))
+    syntax = Syntax("", language or "text", theme=_code_theme())
+    lines = list(syntax.highlight(code).split("\n", allow_blank=True))[: code.count("\n") + 1]
     for line in lines:
-        line.no_wrap, line.end = False, "\n"
+        line.no_wrap, line.end, line.style = False, "\n", ""
     return lines
 
 
@@ -6013,7 +6014,7 @@ def _markdown_type() -> type[Markdown]:
         def render_number(
             self, console: Console, options: ConsoleOptions, number: int, last_number: int
         ) -> RenderResult:
-            return super().render_number(console, options, number, max(last_number, 10))
+            return super().render_number(console, options, number, max(number, 99))
 
     class OurMarkdown(Markdown):
         elements: ClassVar[dict[str, Any]] = {
@@ -6033,13 +6034,9 @@ def _markdown_parser() -> MarkdownIt:
 
 
 def _without_trailing_blanks(line: Line) -> Line:
-    while (
-        line and line[-1].text.isspace() and not (line[-1].style and (line[-1].style.bgcolor or line[-1].style.reverse))
-    ):
+    while line and not line[-1].text.strip(" "):
         line = line[:-1]
-    if line and line[-1].text.endswith(" ") and not (line[-1].style and line[-1].style.bgcolor):
-        line = [*line[:-1], line[-1]._replace(text=line[-1].text.rstrip(" "))]
-    return line
+    return [*line[:-1], line[-1]._replace(text=line[-1].text.rstrip(" "))] if line else []
 
 
 class Painter:
