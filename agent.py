@@ -18,7 +18,7 @@ yields; *sinks* (renderers, the session log) take them, and decide nothing.
 
 Sections: Errors and interruption, Configuration, Messages, Events, Text, Workspace, Snapshots, Sandbox, Evidence,
 Tools, Approval, Provider: errors, Provider: adaptation, Provider: wires, Provider: requests, Context, Plan, Agent,
-Session, Undo, Markdown, Renderers, Slash commands, Terminal, REPL, Headless, Replay, Command line.
+Session, Undo, Markdown, Renderers, Slash commands, Terminal, REPL, Headless, Replay, Doctor, Command line.
 
 Read `Agent.turn` first: it is the whole control flow. `build_runtime` wires all parts together.
 """
@@ -27,6 +27,9 @@ from __future__ import annotations
 
 import os
 import sys
+
+if sys.version_info < (3, 11):  # noqa: UP036 - a copy of this file meets every Python
+    sys.exit(f"agent: Python 3.11 or later is needed, and this is {sys.version.split()[0]}.")
 
 if __name__ == "__main__" and not sys.flags.safe_path:
     # Python puts the script's directory (or, with -m, the current one) first on its path. That may be a workspace, and
@@ -69,7 +72,20 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from types import MappingProxyType
-from typing import IO, TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, TextIO, TypeAlias, TypeVar, cast
+from typing import (
+    IO,
+    TYPE_CHECKING,
+    Any,
+    ClassVar,
+    Literal,
+    NamedTuple,
+    NoReturn,
+    Protocol,
+    TextIO,
+    TypeAlias,
+    TypeVar,
+    cast,
+)
 
 if TYPE_CHECKING:
     import subprocess
@@ -8926,44 +8942,399 @@ async def run_replay(runtime: Runtime, recording: Recording, as_json: bool) -> i
     return status
 
 
+# --- Doctor ---------------------------------------------------------------------------------------
+# `--doctor` tries everything that the main job needs, by its effect, and says for each thing that is wrong what to do.
+# It costs two small requests. Not covered: how good the model is, and the speed of anything.
+
+REQUEST_FOR_DOCTOR = """\
+This is a test of the connection. Call the tool list_files once, without arguments. When you have its result, answer in
+one whole sentence that names the file in it."""
+DOCTOR_FILE = "harbour-4711.txt"  # a name that no model guesses
+LEAST_WINDOW, COMFORTABLE_WINDOW = 6_000, 16_000  # tokens
+ENLARGE = (
+    "Give it at least 16k. Ollama: OLLAMA_CONTEXT_LENGTH=16384 ollama serve; llama.cpp: -c 16384; vLLM:"
+    " --max-model-len 16384; LM Studio: the model's context length."
+)
+LACKS = (  # words of a provider's error -> what it is about
+    (r"refused the key|holds a character", "key"), (r"does not call tools", "tool calls"), (r"has no model", "model"),
+    (r"no API endpoint|base URL", "base URL"), (r"quota|payment", "account"),
+)  # fmt: skip
+
+
+class Finding(NamedTuple):
+    """What was found out about one thing. `state`: ok, warn (the main job can run) or FAIL; `advice`: what to do."""
+
+    state: str
+    about: str
+    said: str
+    advice: str = ""
+
+    def lines(self) -> list[str]:
+        """The finding in lines of at most 79 columns."""
+        import textwrap
+
+        indent = " " * 18
+        shown = textwrap.wrap(f"{self.state:4}  {self.about:10}  {clean(self.said)}", 79, subsequent_indent=indent)
+        return shown + textwrap.wrap(
+            clean(self.advice), 79, initial_indent=f"{indent}-> ", subsequent_indent=f"{indent}   "
+        )
+
+
+def required_packages() -> dict[str, str]:
+    """Package -> requirement, from the script block at the top of this file."""
+    block = Path(__file__).read_text("utf-8").partition("# ///\n\n")[0]
+    found = re.search(r"^# dependencies = (\[.*\])$", block, re.MULTILINE)
+    requirements: list[str] = json.loads(found[1]) if found else []
+    return {re.split(r"[<>=]", requirement)[0]: requirement for requirement in requirements}
+
+
+def how_to_install(requirements: Iterable[str]) -> str:
+    """What to do about packages that are missing."""
+    command = f"{shlex.quote(sys.executable)} -m pip install {' '.join(map(shlex.quote, requirements))}"
+    return f"Install: {command}"
+
+
+def check_python() -> Finding:
+    """The interpreter's version; one that is too old never comes here."""
+    return Finding("ok", "python", f"{sys.version.split()[0]}, agent.py {__version__}")
+
+
+def check_packages() -> Finding:
+    """The packages, and whether they are new enough."""
+    import importlib.metadata
+
+    have, wanting = [], []
+    for name, requirement in required_packages().items():
+        try:
+            version = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            version = ""
+        have.append(f"{name} {version or 'missing'}")
+        least = re.search(r">=([\d.]+)", requirement)
+        numbers = [[int(n) for n in re.findall(r"\d+", text)[:3]] for text in (version, least[1] if least else "0")]
+        if not version or numbers[0] < numbers[1]:
+            wanting.append(requirement)
+    if wanting:
+        return Finding("FAIL", "packages", ", ".join(have), how_to_install(wanting))
+    return Finding("ok", "packages", ", ".join(have))
+
+
+def check_terminal(config: Config) -> Finding:
+    """Whether the interactive front has what it needs."""
+    size = shutil.get_terminal_size()
+    said = f"{config.environ.get('TERM') or 'no TERM'}, {size.columns}x{size.lines}, {sys.stdout.encoding}"
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        return Finding("ok", "terminal", f"none here ({said}); -p TEXT needs none")
+    if config.environ.get("TERM", "dumb") in ("dumb", "unknown") or "utf" not in sys.stdout.encoding.lower():
+        return Finding("warn", "terminal", said, "Set TERM and a UTF-8 locale for colours and all characters.")
+    return Finding("ok", "terminal", said)
+
+
+def check_git(config: Config) -> Finding:
+    """Whether git is there; only commits need it."""
+    import subprocess
+
+    program = find_program("git", config.command_environment.get("PATH", os.defpath), config.workspace)
+    if not program:
+        return Finding("warn", "git", "not found; all but commits works", "Install git.")
+    try:
+        done = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired) as exc:
+        return Finding("warn", "git", f"{program}: {exc}", "Install git anew.")
+    return Finding("ok", "git", done.stdout.strip().removeprefix("git version "))
+
+
+def check_sandbox(config: Config) -> Finding:
+    """Whether commands can be confined: tried, not looked up."""
+    if config.sandbox == "off":
+        return Finding("warn", "sandbox", "switched off", "Without --sandbox off commands are confined.")
+    with tempfile.TemporaryDirectory(prefix="agent_doctor_") as scratch:
+        state_dir = config.state_dir if os.access(config.state_dir, os.W_OK) else Path(scratch)
+        workspace = Workspace(config.workspace, Path(scratch), config.home, state_dir, config.config_file)
+        _, why_not = probe_sandbox(workspace, state_dir, config.command_environment.get("PATH", os.defpath))
+    if not why_not:
+        return Finding("ok", "sandbox", "holds: no network, writes only in the workspace and its own /tmp")
+    install = "Install bubblewrap: apt install bubblewrap, dnf install bubblewrap, pacman -S bubblewrap. "
+    advice = (install if "installed" in why_not else "") + "Until then each command is asked for (--approve)."
+    return Finding("FAIL" if config.sandbox == "on" else "warn", "sandbox", f"does not hold: {why_not}", advice)
+
+
+def check_state(config: Config) -> Finding:
+    """Whether sessions can be kept, and nobody else can read them."""
+    folder = config.state_dir
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b"x")
+    except OSError as exc:
+        advice = "Sessions cannot be kept. Set XDG_STATE_HOME to a directory that you can write."
+        return Finding("warn", "state", f"{folder}: {exc.strerror}", advice)
+    mode, free = stat.S_IMODE(folder.stat().st_mode), shutil.disk_usage(folder).free
+    if mode & 0o077:
+        return Finding("warn", "state", f"{folder} is open to others", f"chmod 700 {shlex.quote(str(folder))}")
+    if free < MIN_FREE_BYTES:
+        return Finding("warn", "state", f"{folder}: {free >> 20} MiB free", "Make room.")
+    return Finding("ok", "state", f"{folder}, {free / 1e9:.0f} GB free")
+
+
+def check_key(config: Config) -> Finding:
+    """Whether there is a key where one is needed, in a form that can be sent."""
+    try:
+        key = checked_key(config.api_key)
+    except ConfigError as exc:
+        return Finding("FAIL", "key", str(exc), "Set it anew: export OPENAI_API_KEY=...")
+    if key:
+        return Finding("ok", "key", f"OPENAI_API_KEY, {len(key)} characters")
+    if says(r"//api\.openai\.com", config.base_url):
+        return Finding("FAIL", "key", "OPENAI_API_KEY is not set", "Set it: export OPENAI_API_KEY=sk-...")
+    return Finding("ok", "key", "none; servers on this machine need none")
+
+
+def _why_unreachable(error: Exception) -> Finding:
+    """What a failed connection means."""
+    import socket
+    import ssl
+
+    reason = getattr(error, "reason", error)
+    said = one_line(str(reason), 120)
+    match reason:
+        case ssl.SSLError():
+            advice = "The certificate is not trusted. Behind a company's proxy set SSL_CERT_FILE to its certificate."
+            return Finding("FAIL", "TLS", said, advice)
+        case socket.gaierror():
+            return Finding("FAIL", "base URL", said, "The host is not known. Check the URL, the network, HTTPS_PROXY.")
+        case ConnectionRefusedError():
+            return Finding("FAIL", "base URL", said, "Nothing listens there. Start the server, or correct --base_url.")
+    return Finding("FAIL", "base URL", said, "Check the URL, the network and HTTPS_PROXY.")
+
+
+def check_server(base_url: str, key: str, model: str) -> list[Finding]:
+    """Whether the server can be reached, over TLS where the URL says so, and has the model."""
+    import urllib.error
+
+    secure = ", TLS" if base_url.startswith("https:") else ""
+    try:
+        models = list_models(base_url, key)
+    except urllib.error.HTTPError as exc:
+        if exc.code in (401, 403):
+            advice = "Check OPENAI_API_KEY: is it complete, of this service, and still valid?"
+            return [Finding("FAIL", "key", f"{base_url} refuses it (HTTP {exc.code})", advice)]
+        if exc.code in (404, 405) and not re.search(r"/v\d", base_url):
+            with contextlib.suppress(OSError, ValueError):
+                list_models(base_url + "/v1", key)
+                return [Finding("FAIL", "base URL", f"{base_url} lacks /v1", f"Set --base_url {base_url}/v1")]
+        return [Finding("ok", "base URL", f"{base_url} answers{secure}; it lists no models (HTTP {exc.code})")]
+    except OSError as exc:
+        return [_why_unreachable(exc)]
+    except ValueError:
+        return [Finding("warn", "base URL", f"{base_url} answers without a list of models", "Does it end in /v1?")]
+    findings = [Finding("ok", "base URL", f"{base_url}{secure}, {len(models)} models")]
+    if model and models and model not in models:
+        near = difflib.get_close_matches(model, models, 3, 0.3) or models[:3]
+        advice = f"It may work all the same. It lists for example: {', '.join(one_line(name, 60) for name in near)}"
+        findings.append(Finding("warn", "model", f"{model} is not in the server's list", advice))
+    return findings
+
+
+def _fault(error: AgentError) -> Finding:
+    """An error of the provider as a finding about what it concerns."""
+    text = str(error)
+    about = next((about for words, about in LACKS if says(words, text)), "answer")
+    said, _, advice = text.partition(". ")
+    return Finding("FAIL", about, said, advice or "Try again, or another model.")
+
+
+def check_window(window: int | None, usage: Usage | None, estimate: int) -> Finding:
+    """Whether the context window is large enough, and all of the about `estimate` tokens of a request were read."""
+    if usage and usage.input and usage.input < estimate // 3:
+        said = f"the server read only {usage.input} of about {estimate} tokens: it cuts requests off silently"
+        return Finding("FAIL", "window", said, ENLARGE)
+    if window is None:
+        return Finding("ok", "window", "not known; it is learned when it is reached", "--context_window N sets it.")
+    if window < COMFORTABLE_WINDOW:
+        said = f"{window} tokens; the instructions alone take about {estimate}"
+        return Finding("FAIL" if window < max(LEAST_WINDOW, 2 * estimate) else "warn", "window", said, ENLARGE)
+    return Finding("ok", "window", f"{window} tokens")
+
+
+async def check_dialogue(provider: Provider) -> list[Finding]:
+    """Have a tool called and its result read: the two requests of the smallest possible turn."""
+    interrupt = asyncio.Event()
+    messages = [system_message(SYSTEM_PROMPT), user_message(REQUEST_FOR_DOCTOR)]
+    estimate = estimate_tokens(messages) + estimate_tokens([tool.parameters for tool in TOOLS])
+    findings, pieces, printed = [], 0, ""
+    replies: list[Reply] = []
+    started = time.monotonic()
+    try:
+        while len(replies) < 2:
+            pieces = 0
+            async with aclosing(provider.stream(messages, TOOLS, interrupt)) as stream:
+                async for item in stream:
+                    match item:
+                        case Adapted(what):
+                            findings.append(Finding("ok", "adapted", one_line(what, 160)))
+                        case TextDelta(text):
+                            pieces, printed = pieces + 1, printed + text
+                        case Reply():
+                            replies.append(item)
+            calls, problem = settled_calls(replies[-1].tool_calls)
+            calls = [dataclasses.replace(call, id=f"doctor{len(messages)}{n:02}"[:9]) for n, call in enumerate(calls)]
+            if len(replies) == 1 and (problem or not calls):
+                said = problem or f"the model answered with text instead: {one_line(replies[0].text, 60)!r}"
+                advice = "Choose a model that calls tools, or let a schema bind a small one: --api json"
+                return [*findings, Finding("FAIL", "tool calls", said, advice)]
+            messages.append(with_calls(replies[-1].message, calls))
+            messages += [tool_message(call, ToolResult(f"{DOCTOR_FILE}\n")) for call in calls]
+    except ContextOverflow as exc:
+        limit = f"{exc.limit} tokens" if exc.limit else "too small"
+        said = f"{limit}; the instructions alone take about {estimate}"
+        return [*findings, Finding("FAIL", "window", said, ENLARGE)]
+    except AgentError as exc:
+        return [*findings, _fault(exc)]
+    asked, answered = replies
+    as_text = " (printed as text, and understood)" if "list_files" in printed else ""
+    elapsed_s = time.monotonic() - started
+    findings.append(Finding("ok", "model", f"{provider.model} answers; two requests took {elapsed_s:.1f} s"))
+    if DOCTOR_FILE in answered.text:
+        findings.append(Finding("ok", "tool calls", f"called, and its result was read{as_text}"))
+    else:
+        advice = "Expect mistakes; a stronger model helps."
+        findings.append(Finding("warn", "tool calls", f"called{as_text}, but its result was not named", advice))
+    whole = "the answer came in one piece: long ones show nothing until they are complete"
+    findings.append(Finding("ok", "streaming", f"{pieces} pieces" if pieces > 1 else whole))
+    usage = asked.usage
+    if usage and usage.input:
+        findings.append(Finding("ok", "usage", f"reported: {usage.input} tokens in, {usage.output} out"))
+    else:
+        advice = "Sizes are estimated, so set --context_window. A newer version of the server may report them."
+        findings.append(Finding("warn", "usage", "the server does not report it", advice))
+    return [*findings, check_window(provider.context_window, usage, estimate)]
+
+
+def check_model(config: Config, open_provider: Callable[[Config], Provider]) -> Iterator[Finding]:
+    """Everything about the model, until the first thing that fails."""
+    config = dataclasses.replace(config, max_attempts=min(config.max_attempts, 2))
+    is_remote = config.local is None and bool(config.base_url or config.api_key)
+    if is_remote:
+        config = dataclasses.replace(config, base_url=config.base_url or OPENAI_URL)
+        findings = [check_key(config)]
+        try:
+            base_url = split_base_url(config.base_url)[0]
+            findings += check_server(base_url, config.api_key, config.model)
+        except ConfigError as exc:
+            findings.append(Finding("FAIL", "base URL", str(exc), "Correct --base_url or OPENAI_BASE_URL."))
+        yield from findings
+        if any(finding.state == "FAIL" for finding in findings):
+            return
+    try:
+        provider = open_provider(config)
+    except AgentError as exc:
+        first, *rest = str(exc).splitlines()
+        yield Finding("FAIL", "model", first, " ".join(" ".join(rest).split()) or "Name one with --model.")
+        return
+    yield from asyncio.run(check_dialogue(provider))
+
+
+def run_doctor(config: Config, open_provider: Callable[[Config], Provider]) -> int:
+    """Check everything, print a line for each thing, and return 0 if the main job can run, else 1."""
+    findings: list[Finding] = []
+    for check in (
+        check_python, check_packages, lambda: check_terminal(config), lambda: check_git(config),
+        lambda: check_state(config), lambda: check_sandbox(config),
+    ):  # fmt: skip
+        findings.append(check())
+        print("\n".join(findings[-1].lines()), flush=True)
+    if all(finding.state != "FAIL" for finding in findings):
+        for finding in check_model(config, open_provider):
+            findings.append(finding)
+            print("\n".join(finding.lines()), flush=True)
+    failed = [finding.about for finding in findings if finding.state == "FAIL"]
+    print(f"not ready: {', '.join(failed)}" if failed else "ready", flush=True)
+    return 1 if failed else 0
+
+
 # --- Command line ---------------------------------------------------------------------------------
 # Options in, exit status out. `build_runtime` is the only place where the parts are put together.
 
 
+class Parser(argparse.ArgumentParser):
+    """A parser whose help fits one screen and whose errors say what may have been meant."""
+
+    def format_help(self) -> str:
+        """Each group's name beside its options; an option without help shares the row of the next one."""
+        import textwrap
+
+        lines = [self.format_usage().rstrip()]
+        for group in self._action_groups:
+            title, shared = group.title or "", list[str]()
+            for action in group._group_actions:
+                names = [name for name in action.option_strings if "-" not in name.lstrip("-")]
+                metavar = f" {action.metavar}" if isinstance(action.metavar, str) else ""
+                shared.append(", ".join(names) + (f" [{metavar[1:]}]" if action.nargs == "?" else metavar))
+                if action.help:
+                    lines.append(f"{title:9}{', '.join(shared):23} {action.help}")
+                    title, shared = "", []
+        return "\n".join([*lines, *textwrap.wrap(self.epilog or "", 79)]) + "\n"
+
+    def format_usage(self) -> str:
+        """One line."""
+        return "usage: agent [--start_dir DIR] [options]     A coding agent for the terminal.\n"
+
+    def error(self, message: str) -> NoReturn:
+        """Say what is wrong, and which option may have been meant; exit status 2."""
+        known = [name for action in self._actions for name in action.option_strings if len(name) > 2]
+        unknown = re.search(r"unrecognized arguments: (--[^\s=]+)", message)
+        near = difflib.get_close_matches(unknown[1], known, 1) if unknown else []
+        hint = f"Did you mean {near[0]}?" if near else "agent --help lists the options."
+        self.exit(EXIT_USAGE, f"agent: {clean(message)}. {hint}\n")
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The options of the outside contract; every long option also with hyphens."""
-    parser = argparse.ArgumentParser(
-        prog="agent", description="A coding agent for the terminal.", allow_abbrev=False,
-        epilog="Environment: OPENAI_API_KEY, OPENAI_BASE_URL, "
-        + ", ".join("AGENT_" + name.upper() for name in USER_SETTINGS)
-        + ". The same settings in lower case stand in $XDG_CONFIG_HOME/agent/config.toml.",
-    )  # fmt: skip
+    parser = Parser(prog="agent", allow_abbrev=False, add_help=False)
+    group: argparse._ArgumentGroup
 
     def option(name: str, *short: str, **settings: Any) -> None:
         spellings = dict.fromkeys([*short, "--" + name, "--" + name.replace("_", "-")])
-        parser.add_argument(*spellings, dest=name, **settings)
+        group.add_argument(*spellings, dest=name, **settings)
 
-    option("start_dir", metavar="DIR", help="the workspace; default: a new directory under the temporary folder")
-    option("prompt", "-p", metavar="TEXT", help='run one turn without a terminal, then exit; "-": read it from stdin')
-    option("spec", metavar="FILE", help="copy FILE to spec.txt in the workspace first")
-    option("model", metavar="NAME", help="the model")
+    group = parser.add_argument_group("place")
+    option("start_dir", metavar="DIR", help="the workspace; default: a new temporary directory")
+    option("spec", metavar="FILE", help="copy FILE to spec.txt in it first")
+    group = parser.add_argument_group("script")
+    option("prompt", "-p", metavar="TEXT", help="one turn without a terminal; TEXT may be /plan, /go, -")
+    option("json", action="store_true", help="print events as JSON lines")
+    option("require_tests", action="store_true", help="status 1 unless the last test run passed and is current")
+    group = parser.add_argument_group("model")
+    option("model", metavar="NAME", help="its name")
     option("base_url", metavar="URL", help="an OpenAI-compatible server")
-    option("api", choices=CHOICES["api"], help="how the server is spoken to")
-    option("local", metavar="GGUF", nargs="?", const="", help="use the embedded model, or this GGUF file")
-    option("context_window", metavar="N", help="tokens that the model accepts")
-    option("max_steps", metavar="N", help="steps in one turn (200)")
-    option("approve", choices=CHOICES["approve"], help="when to ask before a tool call (auto in a sandbox, else ask)")
-    option("sandbox", choices=CHOICES["sandbox"], help="run commands in a sandbox (auto: where it works)")
-    option("network", action="store_true", default=None, help="let sandboxed commands use the network")
-    option("new", action="store_true", help="begin a new session; default: continue the last one of the directory")
-    option("resume", metavar="ID", nargs="?", const="", help="continue a session; without ID: the last one")
-    option("sessions", action="store_true", help="list the sessions of the directory")
-    option("require_tests", action="store_true", help="with --prompt: status 1 unless the last test run is proof")
-    option("json", action="store_true", help="with --prompt or --replay: print events as JSON lines")
-    option("replay", metavar="LOG", help="run a recorded session again, without a model, and say where it differs")
-    option("dry", action="store_true", help="with --replay: run no tool, use the recorded results")
-    option("trace", action="store_true", default=None, help="keep every byte of requests and replies beside the log")
-    parser.add_argument("--version", action="version", version=f"agent.py {__version__}")
+    option("api", metavar="WIRE", choices=CHOICES["api"], help=", ".join(CHOICES["api"]))
+    option("local", metavar="GGUF", nargs="?", const="", help="the embedded model, or this file")
+    option("context_window", metavar="N")
+    option("max_steps", metavar="N", help="tokens; steps in one turn (200)")
+    group = parser.add_argument_group("safety")
+    modes = ", ".join(CHOICES["approve"])
+    option("approve", metavar="MODE", choices=CHOICES["approve"], help=f"when to ask: {modes}")
+    option(
+        "sandbox", metavar="WHEN", choices=CHOICES["sandbox"], help=f"confine commands: {', '.join(CHOICES['sandbox'])}"
+    )
+    option("network", action="store_true", default=None, help="let confined commands use the network")
+    group = parser.add_argument_group("session")
+    option("new", action="store_true")
+    option("resume", metavar="ID", nargs="?", const="", help="begin one, go on with one (default: the last)")
+    option("sessions", action="store_true", help="list those of the workspace")
+    option("replay", metavar="LOG")
+    option("dry", action="store_true", help="do a recorded session again, without a model")
+    option("trace", action="store_true", default=None, help="keep every byte of requests and replies")
+    group = parser.add_argument_group("about")
+    option("doctor", action="store_true", help="check everything, and say what to do")
+    group.add_argument("--version", action="version", version=f"agent.py {__version__}", help="")
+    group.add_argument("--help", "-h", action="help", help="show the version; show this")
+    others = ", ".join(name.upper() for name in USER_SETTINGS if f"--{name}" not in parser._option_string_actions)
+    parser.epilog = (
+        "Every option also with hyphens. Environment: OPENAI_API_KEY, OPENAI_BASE_URL; AGENT_MODEL and so on for"
+        f" model, safety and trace; AGENT_ before {others}. In ~/.config/agent/config.toml in lower case."
+    )
     return parser
 
 
@@ -9116,7 +9487,13 @@ def headless_prompt(prompt: str | None) -> str | None:
 
 
 def _ask_on_terminal(question: str) -> bool:
-    return sys.stdin.isatty() and input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
+    """Put a yes-or-no question; Enter, the end of the input and everything else is no, Ctrl-C ends the program."""
+    if not sys.stdin.isatty():
+        return False
+    with contextlib.suppress(EOFError):
+        return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
+    print()
+    return False
 
 
 def replay_log(config: Config, options: argparse.Namespace) -> int:
@@ -9141,7 +9518,8 @@ def run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
         raise ConfigError("--json goes with --prompt.")
     if options.dry and not options.replay:
         raise ConfigError("--dry goes with --replay.")
-    prompt = None if options.sessions or options.replay else headless_prompt(options.prompt)
+    is_turn = not (options.sessions or options.replay or options.doctor)
+    prompt = headless_prompt(options.prompt) if is_turn else None
     ask = _ask_on_terminal if prompt is None else lambda question: False
     workspace = prepare_workspace(options.start_dir, ask)
     config = load_config(vars(options), environ, workspace)
@@ -9149,6 +9527,12 @@ def run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
     if options.sessions:
         print(describe_sessions(config))
         return 0
+    if options.doctor:
+        try:
+            return run_doctor(config, lambda config: choose_provider(config, lambda question: False))
+        finally:
+            if options.start_dir is None:
+                shutil.rmtree(workspace, ignore_errors=True)
     if options.replay:
         return replay_log(config, options)
     if options.spec:
@@ -9179,6 +9563,10 @@ def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.envi
         status, text = EXIT_USAGE, str(exc)
     except AgentError as exc:
         status, text = (EXIT_TRY_LATER if getattr(exc, "retryable", False) else 1), str(exc)
+    except ModuleNotFoundError as exc:
+        if exc.name not in required_packages():
+            raise
+        status, text = 1, f"the package {exc.name} is missing. {how_to_install(required_packages().values())}"
     except KeyboardInterrupt:
         status, text = 130, "interrupted"
     print(f"agent: {clean(text)}", file=sys.stderr)
