@@ -1062,12 +1062,12 @@ class Workspace:
 
     def concern(self, place: Place, writing: bool) -> str:
         """Why this place should not be touched unasked, in a few words; "" when nothing speaks against it."""
+        if not writing and SECRET_FILE.fullmatch(place.path.name):
+            return "may hold secrets"
         if place.zone == "outside":
             return "outside the workspace"
         if writing and any(_is_below(_folded(place.path), _folded(path)) for path in self.protected):
             return "may be run or obeyed later"
-        if not writing and SECRET_FILE.fullmatch(place.path.name):
-            return "may hold secrets"
         with contextlib.suppress(OSError):
             if writing and place.path.lstat().st_nlink > 1 and place.path.is_file():
                 return "has another name on this disk, which changes too"
@@ -2275,7 +2275,10 @@ Risk = Literal["read", "write", "exec"]
 
 @dataclass
 class ToolContext:
-    """What a running tool may use. `read_only`: commands must not change the workspace."""
+    """What a running tool may use. `read_only`: commands must not change the workspace.
+
+    `approved`: the subject of the preview that was decided on. A path that leads elsewhere by now is not opened.
+    """
 
     config: Config
     workspace: Workspace
@@ -2284,10 +2287,18 @@ class ToolContext:
     emit: Callable[[str], None] = lambda text: None
     jobs: Jobs = None  # type: ignore[assignment]
     read_only: bool = False
+    approved: str = ""
 
     def __post_init__(self) -> None:
         if self.jobs is None:
             self.jobs = Jobs(self.workspace, self.config.command_environment, self.sandbox)
+
+    def place(self, path: str) -> Place:
+        """The place that a path leads to, if that is the one that was decided on; raises ToolError."""
+        place = self.workspace.locate(path)
+        if place.name != self.approved and (self.approved or place.zone == "outside"):
+            raise ToolError(f"{place.name} was not approved. Try again.")
+        return place
 
     def secrets(self) -> dict[str, str]:
         """Name and value of the secrets that are hidden from the model and the session log."""
@@ -2612,12 +2623,12 @@ class FileLister:
 
 async def list_files(context: ToolContext, arguments: dict[str, Any]) -> ToolResult:
     """List a directory, one name per line, directories with a slash."""
-    place = context.workspace.locate(arguments.get("directory") or ".")
+    place = context.place(arguments.get("directory") or ".")
     pattern = arguments.get("glob") or ""
     depth = max(1, arguments.get("depth") or (99 if pattern else 1))
     lister = FileLister(context.workspace, place, depth, pattern)
     try:
-        names = await asyncio.to_thread(lister.names)
+        names = await interruptible(asyncio.to_thread(lister.names), context.interrupt)
     except OSError as exc:
         raise ToolError(f"{place.name}: {exc.strerror}.") from None
     shown = names[: lister.MAX_NAMES] or ["(nothing matches)" if pattern else "(empty directory)"]
@@ -2774,7 +2785,7 @@ def _edit(context: ToolContext, place: Place, arguments: dict[str, Any]) -> Edit
 
 async def write_to_file(context: ToolContext, arguments: dict[str, Any]) -> ToolResult:
     """Create or overwrite a file, or replace one unique text in it. The display is the diff."""
-    place = context.workspace.locate(arguments["path"])
+    place = context.place(arguments["path"])
     edit = await asyncio.to_thread(_edit, context, place, arguments)
     await asyncio.to_thread(context.workspace.write, place, edit.data)
     lines = edit.text.count("\n") + (not edit.text.endswith("\n") and edit.text != "")
@@ -2840,10 +2851,11 @@ def _read_page(workspace: Workspace, place: Place, first: int, limit: int) -> tu
 
 async def read_from_file(context: ToolContext, arguments: dict[str, Any]) -> ToolResult:
     """Read a text file, or `limit` lines of it from line `offset` (1 is the first)."""
-    place = context.workspace.locate(arguments["path"])
+    place = context.place(arguments["path"])
     first, limit = max(1, arguments.get("offset") or 1), max(1, arguments.get("limit") or PAGE_LINES)
     try:
-        lines, total = await asyncio.to_thread(_read_page, context.workspace, place, first, min(limit, PAGE_LINES))
+        reading = asyncio.to_thread(_read_page, context.workspace, place, first, min(limit, PAGE_LINES))
+        lines, total = await interruptible(reading, context.interrupt)
     except OSError as exc:
         raise ToolError(f"{place.name}: {exc.strerror}.") from None
     if not lines:
@@ -4968,7 +4980,7 @@ class Agent:
         try:
             tool = find_tool(call.name)
             arguments = parse_arguments(tool, call.arguments)
-            preview = await asyncio.to_thread(tool.preview, context, arguments)
+            preview = await interruptible(asyncio.to_thread(tool.preview, context, arguments), self.interrupt)
             decision = await interruptible(self.approve(tool, preview, tuple(self.sources)), self.interrupt)
             if not decision.allowed:
                 return ToolResult(f"Denied: {decision.reason}.", is_error=True)
@@ -4976,7 +4988,8 @@ class Agent:
                 await self.before_change()
             if decision.command is not None:
                 arguments["command"] = decision.command
-            result = await tool.run(dataclasses.replace(context, read_only=decision.read_only), arguments)
+            approved = dataclasses.replace(context, read_only=decision.read_only, approved=preview.subject)
+            result = await tool.run(approved, arguments)
         except ToolError as exc:
             result = ToolResult(str(exc), is_error=True)
         except Interrupted:
