@@ -16,9 +16,9 @@ returns), and a turn of *steps* (one reply of the model and the tool calls it as
 the list of messages and only grows; the *view* is what is sent of it. *Events* are facts that the loop
 yields; *sinks* (renderers, the session log) take them, and decide nothing.
 
-Sections: Errors and interruption, Configuration, Messages, Events, Text, Workspace, Snapshots, Sandbox, Tools,
-Approval, Provider: errors, Provider: adaptation, Provider: wires, Provider: requests, Context, Agent, Session, Undo,
-Renderers, Slash commands, REPL, Headless, Command line.
+Sections: Errors and interruption, Configuration, Messages, Events, Text, Workspace, Snapshots, Sandbox, Commands,
+Tools, Approval, Provider: errors, Provider: adaptation, Provider: wires, Provider: requests, Context, Agent, Session,
+Undo, Renderers, Slash commands, REPL, Headless, Command line.
 
 Read `Agent.turn` first: it is the whole control flow. `build_runtime` wires all parts together.
 """
@@ -1632,21 +1632,11 @@ class SnapshotStore:
 
 
 # --- Sandbox --------------------------------------------------------------------------------------
-# What confines a command (bubblewrap on Linux, sandbox-exec on macOS), and the running and ending of commands.
-# Covered: in the sandbox nothing outside the workspace and a private /tmp can be written, secrets of the home
-# directory and the agent's own files are not there, the network is off, nothing outlives the call. Everywhere: a
-# command ends when its shell exits, no terminal, no standard input, a time limit, bounded memory, nothing left.
-# Not covered: what is written into the workspace and run later by someone else; CPU and memory use; a unix socket in
-# the home directory; the name of a setuid file that root leaves in the workspace. Without a sandbox nothing is
-# confined, and a process that emptied its environment survives if the agent itself is killed with SIGKILL.
-
-HEAD_BYTES, TAIL_BYTES = 8_000, 24_000  # of a command's output: what the model is shown
-SPOOL_BYTES, OUTPUT_LIMIT = 64 << 20, 1 << 30  # what is kept on disk; where the command is stopped
-MAX_TIMEOUT_S = 600
-DRAIN_S = 0.5  # how long to read on after the shell has exited: what it started may hold the pipe open for ever
-LEFTOVER_S = 0.25  # what the shell leaves running (tee) may end by itself
-MIN_FREE_BYTES = 500 << 20
-MAX_COMMAND_BYTES = 128_000  # the kernel's limit for one argument
+# What confines a command: bubblewrap on Linux, sandbox-exec on macOS, tried by its effect at each start.
+# Covered: nothing outside the workspace and a private /tmp can be written, secrets of the home directory and the
+# agent's own files are not there, the network is off, nothing outlives the call; as root too.
+# Not covered: what is written into the workspace and run later by someone else; CPU and memory; a hard link to a file
+# outside that existed before; a unix socket in the home directory; a setuid file that root makes in the workspace.
 
 # The shell that runs the command as "$0": no core files, first to go when memory ends. Inside a process namespace
 # of its own it also waits for what the command left running, and says what it stopped.
@@ -1868,6 +1858,22 @@ def probe_sandbox(workspace: Workspace, state_dir: Path, search_path: str) -> tu
                 return sandbox, ""
             reasons.append(_why_not(done.stdout if "ran\n" in done.stdout else done.stdout + done.stderr))
     return None, "; ".join(dict.fromkeys(reasons))
+
+
+# --- Commands -------------------------------------------------------------------------------------
+# Runs shell commands, in the sandbox or not, and ends them.
+# Covered: a command ends when its shell exits; no terminal, no standard input; a time limit; bounded memory; the whole
+# output on disk; nothing left running afterwards, also when the agent is killed.
+# Not covered: outside the sandbox, a process that emptied its environment when the agent is killed with SIGKILL; where
+# there is no /proc, whatever left its process group.
+
+HEAD_BYTES, TAIL_BYTES = 8_000, 24_000  # of a command's output: what the model is shown
+SPOOL_BYTES, OUTPUT_LIMIT = 64 << 20, 1 << 30  # what is kept on disk; where the command is stopped
+MAX_TIMEOUT_S = 600
+DRAIN_S = 0.5  # how long to read on after the shell has exited: what it started may hold the pipe open for ever
+LEFTOVER_S = 0.25  # what the shell leaves running (tee) may end by itself
+MIN_FREE_BYTES = 500 << 20
+MAX_COMMAND_BYTES = 128_000  # the kernel's limit for one argument
 
 
 class CommandOutput:
