@@ -16,9 +16,9 @@ returns), and a turn of *steps* (one reply of the model and the tool calls it as
 the list of messages and only grows; the *view* is what is sent of it. *Events* are facts that the loop
 yields; *sinks* (renderers, the session log) take them, and decide nothing.
 
-Sections: Errors and interruption, Configuration, Messages, Events, Text, Workspace, Snapshots, Sandbox, Tools,
-Approval, Provider: errors, Provider: adaptation, Provider: wires, Provider: requests, Context, Agent, Session, Undo,
-Markdown, Renderers, Slash commands, Terminal, REPL, Headless, Replay, Command line.
+Sections: Errors and interruption, Configuration, Messages, Events, Text, Workspace, Snapshots, Sandbox, Commands,
+Tools, Approval, Provider: errors, Provider: adaptation, Provider: wires, Provider: requests, Context, Agent, Session,
+Undo, Markdown, Renderers, Slash commands, Terminal, REPL, Headless, Replay, Command line.
 
 Read `Agent.turn` first: it is the whole control flow. `build_runtime` wires all parts together.
 """
@@ -1140,12 +1140,12 @@ class Workspace:
 
     def concern(self, place: Place, writing: bool) -> str:
         """Why this place should not be touched unasked, in a few words; "" when nothing speaks against it."""
+        if not writing and SECRET_FILE.fullmatch(place.path.name):
+            return "may hold secrets"
         if place.zone == "outside":
             return "outside the workspace"
         if writing and any(_is_below(_folded(place.path), _folded(path)) for path in self.protected):
             return "may be run or obeyed later"
-        if not writing and SECRET_FILE.fullmatch(place.path.name):
-            return "may hold secrets"
         with contextlib.suppress(OSError):
             if writing and place.path.lstat().st_nlink > 1 and place.path.is_file():
                 return "has another name on this disk, which changes too"
@@ -1721,21 +1721,11 @@ class SnapshotStore:
 
 
 # --- Sandbox --------------------------------------------------------------------------------------
-# What confines a command (bubblewrap on Linux, sandbox-exec on macOS), and the running and ending of commands.
-# Covered: in the sandbox nothing outside the workspace and a private /tmp can be written, secrets of the home
-# directory and the agent's own files are not there, the network is off, nothing outlives the call. Everywhere: a
-# command ends when its shell exits, no terminal, no standard input, a time limit, bounded memory, nothing left.
-# Not covered: what is written into the workspace and run later by someone else; CPU and memory use; a unix socket in
-# the home directory; the name of a setuid file that root leaves in the workspace. Without a sandbox nothing is
-# confined, and a process that emptied its environment survives if the agent itself is killed with SIGKILL.
-
-HEAD_BYTES, TAIL_BYTES = 8_000, 24_000  # of a command's output: what the model is shown
-SPOOL_BYTES, OUTPUT_LIMIT = 64 << 20, 1 << 30  # what is kept on disk; where the command is stopped
-MAX_TIMEOUT_S = 600
-DRAIN_S = 0.5  # how long to read on after the shell has exited: what it started may hold the pipe open for ever
-LEFTOVER_S = 0.25  # what the shell leaves running (tee) may end by itself
-MIN_FREE_BYTES = 500 << 20
-MAX_COMMAND_BYTES = 128_000  # the kernel's limit for one argument
+# What confines a command: bubblewrap on Linux, sandbox-exec on macOS, tried by its effect at each start.
+# Covered: nothing outside the workspace and a private /tmp can be written, secrets of the home directory and the
+# agent's own files are not there, the network is off, nothing outlives the call; as root too.
+# Not covered: what is written into the workspace and run later by someone else; CPU and memory; a hard link to a file
+# outside that existed before; a unix socket in the home directory; a setuid file that root makes in the workspace.
 
 # The shell that runs the command as "$0": no core files, first to go when memory ends. Inside a process namespace
 # of its own it also waits for what the command left running, and says what it stopped.
@@ -1957,6 +1947,22 @@ def probe_sandbox(workspace: Workspace, state_dir: Path, search_path: str) -> tu
                 return sandbox, ""
             reasons.append(_why_not(done.stdout if "ran\n" in done.stdout else done.stdout + done.stderr))
     return None, "; ".join(dict.fromkeys(reasons))
+
+
+# --- Commands -------------------------------------------------------------------------------------
+# Runs shell commands, in the sandbox or not, and ends them.
+# Covered: a command ends when its shell exits; no terminal, no standard input; a time limit; bounded memory; the whole
+# output on disk; nothing left running afterwards, also when the agent is killed.
+# Not covered: outside the sandbox, a process that emptied its environment when the agent is killed with SIGKILL; where
+# there is no /proc, whatever left its process group.
+
+HEAD_BYTES, TAIL_BYTES = 8_000, 24_000  # of a command's output: what the model is shown
+SPOOL_BYTES, OUTPUT_LIMIT = 64 << 20, 1 << 30  # what is kept on disk; where the command is stopped
+MAX_TIMEOUT_S = 600
+DRAIN_S = 0.5  # how long to read on after the shell has exited: what it started may hold the pipe open for ever
+LEFTOVER_S = 0.25  # what the shell leaves running (tee) may end by itself
+MIN_FREE_BYTES = 500 << 20
+MAX_COMMAND_BYTES = 128_000  # the kernel's limit for one argument
 
 
 class CommandOutput:
@@ -2364,7 +2370,10 @@ Risk = Literal["read", "write", "exec"]
 
 @dataclass
 class ToolContext:
-    """What a running tool may use. `read_only`: commands must not change the workspace."""
+    """What a running tool may use. `read_only`: commands must not change the workspace.
+
+    `approved`: the subject of the preview that was decided on. A path that leads elsewhere by now is not opened.
+    """
 
     config: Config
     workspace: Workspace
@@ -2373,10 +2382,18 @@ class ToolContext:
     emit: Callable[[str], None] = lambda text: None
     jobs: Jobs = None  # type: ignore[assignment]
     read_only: bool = False
+    approved: str = ""
 
     def __post_init__(self) -> None:
         if self.jobs is None:
             self.jobs = Jobs(self.workspace, self.config.command_environment, self.sandbox)
+
+    def place(self, path: str) -> Place:
+        """The place that a path leads to, if that is the one that was decided on; raises ToolError."""
+        place = self.workspace.locate(path)
+        if place.name != self.approved and (self.approved or place.zone == "outside"):
+            raise ToolError(f"{place.name} was not approved. Try again.")
+        return place
 
     def secrets(self) -> dict[str, str]:
         """Name and value of the secrets that are hidden from the model and the session log."""
@@ -2701,12 +2718,12 @@ class FileLister:
 
 async def list_files(context: ToolContext, arguments: dict[str, Any]) -> ToolResult:
     """List a directory, one name per line, directories with a slash."""
-    place = context.workspace.locate(arguments.get("directory") or ".")
+    place = context.place(arguments.get("directory") or ".")
     pattern = arguments.get("glob") or ""
     depth = max(1, arguments.get("depth") or (99 if pattern else 1))
     lister = FileLister(context.workspace, place, depth, pattern)
     try:
-        names = await asyncio.to_thread(lister.names)
+        names = await interruptible(asyncio.to_thread(lister.names), context.interrupt)
     except OSError as exc:
         raise ToolError(f"{place.name}: {exc.strerror}.") from None
     shown = names[: lister.MAX_NAMES] or ["(nothing matches)" if pattern else "(empty directory)"]
@@ -2863,7 +2880,7 @@ def _edit(context: ToolContext, place: Place, arguments: dict[str, Any]) -> Edit
 
 async def write_to_file(context: ToolContext, arguments: dict[str, Any]) -> ToolResult:
     """Create or overwrite a file, or replace one unique text in it. The display is the diff."""
-    place = context.workspace.locate(arguments["path"])
+    place = context.place(arguments["path"])
     edit = await asyncio.to_thread(_edit, context, place, arguments)
     await asyncio.to_thread(context.workspace.write, place, edit.data)
     lines = edit.text.count("\n") + (not edit.text.endswith("\n") and edit.text != "")
@@ -2929,10 +2946,11 @@ def _read_page(workspace: Workspace, place: Place, first: int, limit: int) -> tu
 
 async def read_from_file(context: ToolContext, arguments: dict[str, Any]) -> ToolResult:
     """Read a text file, or `limit` lines of it from line `offset` (1 is the first)."""
-    place = context.workspace.locate(arguments["path"])
+    place = context.place(arguments["path"])
     first, limit = max(1, arguments.get("offset") or 1), max(1, arguments.get("limit") or PAGE_LINES)
     try:
-        lines, total = await asyncio.to_thread(_read_page, context.workspace, place, first, min(limit, PAGE_LINES))
+        reading = asyncio.to_thread(_read_page, context.workspace, place, first, min(limit, PAGE_LINES))
+        lines, total = await interruptible(reading, context.interrupt)
     except OSError as exc:
         raise ToolError(f"{place.name}: {exc.strerror}.") from None
     if not lines:
@@ -5163,7 +5181,7 @@ class Agent:
         try:
             tool = find_tool(call.name)
             arguments = parse_arguments(tool, call.arguments)
-            preview = await asyncio.to_thread(tool.preview, context, arguments)
+            preview = await interruptible(asyncio.to_thread(tool.preview, context, arguments), self.interrupt)
             decision = await interruptible(self.approve(tool, preview, tuple(self.sources)), self.interrupt)
             if not decision.allowed:
                 return ToolResult(f"Denied: {decision.reason}.", is_error=True)
@@ -5171,7 +5189,8 @@ class Agent:
                 await self.before_change()
             if decision.command is not None:
                 arguments["command"] = decision.command
-            result = await tool.run(dataclasses.replace(context, read_only=decision.read_only), arguments)
+            approved = dataclasses.replace(context, read_only=decision.read_only, approved=preview.subject)
+            result = await tool.run(approved, arguments)
         except ToolError as exc:
             result = ToolResult(str(exc), is_error=True)
         except Interrupted:
