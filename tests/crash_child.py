@@ -1,7 +1,8 @@
-"""A scripted session for the tests that kill it: says on standard output what is on disk, and acknowledges turns.
+"""A scripted session for the tests that kill it: says on standard output what is on disk.
 
-Usage: python crash_child.py WORKSPACE. Environment as for the program. Lines on standard output: "ready", then one
-line for each message that was given to the sinks (its place in the transcript), so after it was acknowledged.
+Usage: python crash_child.py WORKSPACE. Environment as for the program. Each line on standard input starts a process
+that goes on with the session until it is killed. Lines on standard output: "pid N", "ready MESSAGES NOTES", one line
+for each message that was given to the sinks (its place in the transcript), so after it was acknowledged; "dead".
 """
 
 from __future__ import annotations
@@ -46,9 +47,8 @@ async def work(runtime: agent.Runtime) -> None:
             await agent.run_slash_command(runtime, "/undo")
 
 
-def main() -> None:
+def go_on(workspace: Path) -> None:
     """Open the session of the workspace and work."""
-    workspace = Path(os.path.realpath(sys.argv[1]))
     config = agent.load_config({"sandbox": "off", "approve": "all"}, os.environ, workspace)
     runtime, notes = agent.build_runtime(config, Scripted(), False, None)
 
@@ -59,6 +59,18 @@ def main() -> None:
     runtime.sinks.append(say)
     os.write(1, f"ready {len(runtime.agent.messages)} {notes!r}\n".encode())
     asyncio.run(work(runtime))
+
+
+def main() -> None:
+    """Fork, so that the modules are loaded only once."""
+    for _ in sys.stdin:
+        child = os.fork()
+        if child == 0:
+            os.setsid()
+            os.write(1, f"pid {os.getpid()}\n".encode())
+            go_on(Path(os.path.realpath(sys.argv[1])))
+        os.waitpid(child, 0)
+        os.write(1, b"dead\n")
 
 
 if __name__ == "__main__":

@@ -36,25 +36,45 @@ def logs() -> list[Path]:
     return sorted(folder.glob("*/*.jsonl"), key=lambda path: path.stat().st_mtime_ns)
 
 
-def run_and_kill(workspace: Path, delay_s: float, before_ready: bool = False) -> list[str]:
-    """Start the child, kill it with SIGKILL so long after it was ready, and return what it had said."""
-    child = subprocess.Popen(
-        [sys.executable, str(CHILD), str(workspace)], stdout=subprocess.PIPE, start_new_session=True
-    )
-    assert child.stdout
-    said = b""
-    try:
-        deadline = time.monotonic() + (delay_s if before_ready else 30)
-        while time.monotonic() < deadline:
-            if select.select([child.stdout], [], [], max(0, deadline - time.monotonic()))[0]:
-                said += os.read(child.stdout.fileno(), 65_536)
-                if not before_ready and b"\n" in said:
-                    deadline, before_ready = time.monotonic() + delay_s, True
-    finally:
-        os.killpg(child.pid, signal.SIGKILL)
-        said += child.stdout.read()
-        child.wait()
-    return said.decode().split("\n")[:-1]
+class Victims:
+    """Processes that go on with the session of one workspace until they are killed."""
+
+    def __init__(self, workspace: Path) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, str(CHILD), str(workspace)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
+        )
+
+    def run_and_kill(self, delay_s: float) -> tuple[str, list[int]]:
+        """Start one, kill it with SIGKILL so long after it was ready; returns its notes and acknowledgements."""
+        assert self._process.stdin and self._process.stdout
+        self._process.stdin.write(b"go\n")
+        said = b""
+        deadline, killed = time.monotonic() + 60, False
+        while b"dead\n" not in said:
+            if select.select([self._process.stdout], [], [], max(0, deadline - time.monotonic()))[0]:
+                said += os.read(self._process.stdout.fileno(), 65_536)
+                if deadline > time.monotonic() + 10 and b"ready" in said:
+                    deadline = time.monotonic() + delay_s
+            elif not killed:
+                killed, deadline = True, time.monotonic() + 20
+                os.killpg(int(said.split()[1]), signal.SIGKILL)
+            else:
+                raise AssertionError(f"it does not die: {said!r}")
+        _, ready, *counts = said.decode().splitlines()[:-1]
+        return ready, [int(ready.split()[1]), *map(int, counts)]
+
+    def close(self) -> None:
+        """End the process that starts them."""
+        assert self._process.stdin
+        self._process.stdin.close()
+        self._process.wait()
+
+
+@pytest.fixture
+def victims(workspace: Path) -> Iterator[Victims]:
+    started = Victims(workspace)
+    yield started
+    started.close()
 
 
 def check_restart(workspace: Path, acknowledged: int) -> None:
@@ -84,27 +104,24 @@ def settled(folded: agent.Folded) -> list[agent.Message]:
     return agent.compacted_view(folded.system_prompt, messages, folded.checkpoint)
 
 
-def kill_often(workspace: Path, times: int, seed: int) -> None:
+def kill_often(victims: Victims, workspace: Path, times: int, seed: int) -> None:
     """Kill one session again and again at random moments; each start goes on with what the last one left."""
     chance = random.Random(seed)
     for number in range(times):
-        said = run_and_kill(workspace, chance.uniform(0, 0.25))
-        ready, *counts = said
-        assert ready.startswith("ready"), said
-        assert "session log were" not in ready or "no whole record" in ready
-        acknowledged = int(counts[-1]) if counts else int(ready.split()[1])
-        check_restart(workspace, acknowledged)
+        notes, acknowledged = victims.run_and_kill(chance.uniform(0, 0.25))
+        assert "damaged" not in notes
+        check_restart(workspace, acknowledged[-1])
         if number % 20 == 19:
             shutil.rmtree(logs()[-1].parent)  # a fresh session, so that the logs stay short
 
 
-def test_killed_at_random_moments_nothing_acknowledged_is_lost(workspace: Path) -> None:
-    kill_often(workspace, 12, seed=1)
+def test_killed_at_random_moments_nothing_acknowledged_is_lost(victims: Victims, workspace: Path) -> None:
+    kill_often(victims, workspace, 15, seed=1)
 
 
 @pytest.mark.slow
-def test_killed_at_300_random_moments(workspace: Path) -> None:
-    kill_often(workspace, 300, seed=2)
+def test_killed_at_300_random_moments(victims: Victims, workspace: Path) -> None:
+    kill_often(victims, workspace, 300, seed=2)
 
 
 # --- Cutting ---------------------------------------------------------------------
@@ -112,10 +129,10 @@ def test_killed_at_300_random_moments(workspace: Path) -> None:
 
 
 @pytest.fixture
-def whole(workspace: Path) -> Iterator[bytes]:
+def whole(victims: Victims) -> bytes:
     """A log of about a second of work."""
-    run_and_kill(workspace, 1.0)
-    yield agent.read_log(logs()[-1]) and logs()[-1].read_bytes()
+    victims.run_and_kill(1.0)
+    return logs()[-1].read_bytes()
 
 
 def check_cut(whole: bytes, data: bytes, folded_at: dict[int, int]) -> None:
@@ -218,9 +235,9 @@ def test_killed_inside_a_tool_the_call_is_answered_as_possibly_done(
     assert all("may have had effects" in answer for answer in answers)
 
 
-def test_the_acknowledged_count_can_be_wrong(workspace: Path) -> None:
+def test_the_acknowledged_count_can_be_wrong(victims: Victims, workspace: Path) -> None:
     """The check above notices a lost record."""
-    run_and_kill(workspace, 0.3)
+    victims.run_and_kill(0.3)
     log = logs()[-1]
     count = len(agent.fold(agent.read_log(log).records).messages)
     check_restart(workspace, count)
