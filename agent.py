@@ -5463,7 +5463,7 @@ def parse_log(data: bytes) -> Log:
     for line in data.splitlines(keepends=True):
         position += len(line)
         try:
-            record = json.loads(line.strip(b"\0"))
+            record = json.loads(line.strip(b"\0 \t\r\n"))
         except (ValueError, RecursionError):
             record = None
         if not isinstance(record, dict):
