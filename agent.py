@@ -48,6 +48,7 @@ import fnmatch
 import functools
 import hashlib
 import io
+import itertools
 import json
 import math
 import random
@@ -3277,6 +3278,8 @@ OVERFLOW = (
     r"greater than the context length|tokens to keep from the initial prompt|keep the first \d+ tokens",  # LM Studio
     r"range of input length should be|prompt tokens limit exceeded|token limit: \d+ \(requested",  # Qwen, OpenRouter
     r"request too large|\(2013\)",  # OpenAI's and Groq's lowest tiers; MiniMax
+    r"must have less than \d+ tokens|too many tokens: |longer than the maximum model length",  # TGI, Cohere, vLLM
+    r"exceeds? maximum input length|input tokens exceed",  # DeepInfra; OpenAI and Azure, gpt-5
 )
 LIMITS = (
     r"maximum context length (?:is|of) (\d+)",  # OpenAI, DeepSeek, OpenRouter, vLLM, LiteLLM
@@ -3296,19 +3299,31 @@ LIMITS = (
     r"token limit: (\d+)",  # Kimi
     r"exceeds the limit of (\d+)",  # Copilot
     r"tokens limit exceeded: \d+ > (\d+)",  # OpenRouter
+    r"must have less than (\d+) tokens|tokens in the prompt cannot exceed (\d+)",  # TGI, Cohere
+    r"maximum model length of (\d+)|maximum input length (\d+)|configured limit of (\d+)",  # vLLM, DeepInfra, Azure
     r"Limit:? (\d+), (?:Used:? \d+, )?Requested",  # Groq, OpenAI: tokens in a minute, which bound one request too
+)
+# the same thing said by services that are not known yet
+LIKE_OVERFLOW = (
+    r"(?:input|prompt|context|conversation|messages?).{0,60}(?:exceed|too (?:long|large)|longer than|larger than)"
 )
 NOT_OVERFLOW = r"string too long|too many tokens, please wait|throttl"  # LiteLLM on a long id; Bedrock gateways
 QUOTA = (
     r"insufficient_quota|insufficient balance|insufficient credits?|credit balance|budget has been exceeded",
     r"exceeded your current (?:token )?quota|exceeded_current_quota|check your (?:plan and )?billing|can only afford",
-    r"requires more credits|payment required|PerDay|limit: 0\b|billing_hard_limit|account .{0,20}(?:suspended|arrears)",
+    r"requires more credits|out of (?:credits?|funds)|insufficient funds|payment required|billing_hard_limit"
+    r"|(?:usage|spend(?:ing)?) limit|quota exceeded|PerDay|limit: 0\b",
+    r"account .{0,20}(?:suspended|arrears)|arrearage|good standing|余额不足|欠费",
 )
 MINUTE_QUOTA = r"PerMinute|per minute"  # Gemini calls a rate limit by the minute a quota
-KEY = r"invalid_api_key|incorrect api key|invalid api key|authentication_error|no auth credentials|unauthorized"
+NO_WAIT_HELPS = r"PerDay|limit: 0\b"
+KEY = (
+    r"invalid_api_key|(?:incorrect|invalid|missing|no) (?:x-)?api[ -]key|api key not valid|authentication_error"
+    r"|no auth credentials|unauthorized"
+)
 NO_MODEL = (
-    r"model_not_found|model .{0,80}(?:does not exist|not found)|no such model|unknown model|not a valid model"
-    r"|pull(?:ing)? it first"
+    r"model_not_found|(?:model|deployment)s?\b.{0,80}(?:not exist|not found|not available|decommissioned)"
+    r"|(?:no such|unknown|invalid) model|not a valid model|no endpoints found for|^model: "
 )
 NO_ENDPOINT = r"page not found|unexpected endpoint|unknown (?:request )?url|no route|cannot post|^not found$|not found"
 FILTERED = r"content_filter|content management policy|content policy|safety (?:system|filter)|data_inspection_failed"
@@ -3467,7 +3482,8 @@ class ModelFault(ProviderError):
 def learned_limit(text: str) -> int | None:
     """The context window that an overflow's text names, in tokens; never a difference or an error code."""
     found = says(LIMITS, text)
-    return int(found[1]) if found and int(found[1]) >= 1024 else None
+    limit = int(next(filter(None, found.groups()))) if found else 0
+    return limit if limit >= 1024 else None
 
 
 def _is_overflow(failure: Failure, size: int) -> bool:
@@ -3478,6 +3494,8 @@ def _is_overflow(failure: Failure, size: int) -> bool:
         return int(found[2]) > int(found[1])  # waiting never helps: one request is larger than a minute's allowance
     if says(OVERFLOW, failure.text):
         return True
+    if failure.status in (400, 413, 422, 500) and says(r"token|length|context", failure.text):
+        return bool(says(LIKE_OVERFLOW, failure.text)) and not says(r"completion tokens|max_tokens", failure.text)
     return failure.status == 413 or (failure.status == 400 and not failure.text and size > 20_000)
 
 
@@ -3492,10 +3510,10 @@ def classify(failure: Failure, where: str, model: str, size: int = 0) -> Provide
     overflow, and what looks like an accident but is a fault of the request is not tried again.
     """
     text, status, said = failure.text, failure.status, failure.said.rstrip(" .")
-    asks_to_wait = failure.wait_s is not None and not says(r"PerDay|limit: 0\b", text)
+    is_rate = says(MINUTE_QUOTA, text) and not says(NO_WAIT_HELPS, text)
     if _is_overflow(failure, size):
         return ContextOverflow(f"{where}: the request is too long ({said or f'HTTP {status}'})", learned_limit(text))
-    if says(QUOTA, text) and not (says(MINUTE_QUOTA, text) and asks_to_wait):
+    if says(QUOTA, text) and not is_rate:
         return ProviderError(f"{where}: no quota or credit is left ({said}). Top it up, or choose another model.")
     if says(MODEL_FAULT, text):
         return ModelFault(f"{where} could not read what the model wrote ({said})", retryable=True)
@@ -3506,7 +3524,7 @@ def classify(failure: Failure, where: str, model: str, size: int = 0) -> Provide
     if says(NO_TOOLS, text):
         hint = "Try --api json, another model, or the server's switch for tool calls."
         return ProviderError(f"{model} on {where} does not call tools ({said}). {hint}")
-    if status in (400, 404) and says(NO_MODEL, text):
+    if status in (400, 404, 410) and says(NO_MODEL, text):
         return ProviderError(f"{where} has no model {model} ({said}). Choose another with --model or /model.")
     if status in (404, 405) or (status < 400 and says(NO_ENDPOINT, text)):
         return ProviderError(
@@ -4445,40 +4463,44 @@ def transport_errors() -> tuple[type[Exception], ...]:
     return (Failed, TimeoutError, openai.OpenAIError, httpx2.HTTPError, httpx2.InvalidURL, httpx2.StreamError, OSError)
 
 
-def failure_of(error: Exception, limit_s: float) -> Failure:
-    """What an exception of a request means, in the terms of an answer."""
+def failure_of(error: Exception, limit_s: float, has_begun: bool) -> Failure:
+    """What an exception of a request means, in the terms of an answer; `has_begun`: the answer's head had come."""
+    import httpx2
     import openai
 
     if isinstance(error, Failed):
         return error.failure
-    if isinstance(error, TimeoutError | openai.APITimeoutError):
+    is_late = isinstance(error, TimeoutError | openai.APITimeoutError)
+    if is_late and not isinstance(error.__cause__, httpx2.ConnectTimeout):
         return Failure("timeout", f"no output for {limit_s:g} s")
     if isinstance(error, openai.APIStatusError):
         text = error.response.text
-        try:
+        with contextlib.suppress(ValueError, RecursionError):
             text = json.loads(text)
-        except (ValueError, RecursionError):
-            location = error.response.headers.get("location")
-            text = f"redirected to {location}" if location else text
+        if error.response.history:  # a redirection has made a GET of our POST
+            text = f"redirected to {error.response.url}"
         return read_failure(text, error.status_code, error.response.headers)
     cause: BaseException = error
     while cause.__cause__ or cause.__context__:
         cause = cause.__cause__ or cause.__context__ or cause
     number = cause.errno or 0 if isinstance(cause, OSError) else 0  # 1 and below are TLS and name lookup
     reason = os.strerror(number) if number > 1 else re.sub(r"\[Errno -?\d+\] ", "", str(cause))
-    return Failure("no connection", one_line(reason or type(cause).__name__, 200))
+    return Failure("broke off" if has_begun else "no connection", one_line(reason or type(cause).__name__, 200))
 
 
 def explain(failure: Failure, base_url: str, model: str, size: int) -> ProviderError:
     """`classify`, and the errors that come from no server."""
     if failure.text == "timeout":
         return ProviderError(f"{base_url}: the model produced {failure.said}", True)
+    if failure.text == "broke off":
+        return ProviderError(f"{base_url}: the connection broke off ({failure.said})", True)
     if failure.text != "no connection":
         return classify(failure, base_url, model, size)
     if says(r"certificate|SSL", failure.said):
         hint = "Set SSL_CERT_FILE to the file with your organisation's certificates, or check the address."
         return ProviderError(f"no trusted connection to {base_url} ({failure.said}). {hint}")
-    return ProviderError(f"cannot reach {base_url} ({failure.said}). Is the server running?", True)
+    hint = "Check the proxy settings." if says(r"proxy", failure.said) else "Is the server running?"
+    return ProviderError(f"cannot reach {base_url} ({failure.said}). {hint}", True)
 
 
 class Exchange:
@@ -4502,8 +4524,15 @@ class Exchange:
         """Send the request and wait for the head of the response."""
         response = await interruptible(posting, interrupt, self.limit_s)
         kind = response.headers.get("content-type", "")
-        self._whole = b"" if re.search("json|html|text/plain", kind) else None
+        self._whole = b"" if re.search(r"\bjson|html|text/plain", kind) else None
         self._feed = ByteFeed(response)
+        if kind and "html" in kind and response.history:
+            raise Failed(Failure("redirected", f"redirected to {response.url}", status=404))
+
+    @property
+    def has_begun(self) -> bool:
+        """The head of the response has come."""
+        return self._feed is not None
 
     async def read(self, interrupt: asyncio.Event) -> list[Delta] | None:
         """The deltas that came next, None at the end. Raises what transport_errors lists, and Interrupted."""
@@ -4538,7 +4567,7 @@ class Exchange:
 
     def _take_whole(self, text: str) -> list[Delta]:
         """The deltas of an answer that is not streamed; a page for people means that this is no endpoint."""
-        if text.lstrip().startswith("data:"):
+        if re.match(r"\s*(?:data|event|id)?:", text):  # a stream under a wrong name
             return self._take([*self._events.feed(text.encode()), *self._events.end()])
         try:
             answer = json.loads(text)
@@ -4553,6 +4582,30 @@ class Exchange:
         """End the reading; the connection is given back or closed."""
         if self._feed:
             await self._feed.close()
+
+
+class PrintedCallGate:
+    """Holds text back for as long as it may turn out to be a printed call, which is not for the user's eyes."""
+
+    STARTS = ("<tool", "<function", "<invoke", "<|", "<｜", "[TOOL_CALLS]", "[{", "{", "```json\n", "```tool_call\n")
+
+    def __init__(self, is_open: bool) -> None:
+        self._is_open = is_open
+        self._held = ""
+
+    def feed(self, delta: Delta) -> list[Delta]:
+        """The deltas that may be shown now."""
+        if self._is_open or not isinstance(delta, TextDelta):
+            return [delta]
+        self._held += delta.text
+        start = self._held.lstrip()
+        self._is_open = not any(start.startswith(mark) or mark.startswith(start) for mark in self.STARTS)
+        return self.release() if self._is_open else []
+
+    def release(self) -> list[Delta]:
+        """What was held back, when it was no call after all."""
+        held, self._held = self._held, ""
+        return [TextDelta(held)] if held else []
 
 
 @dataclass
@@ -4625,20 +4678,23 @@ class HttpProvider:
             client = self._connected()
             reader = wire.reader(self.source, self.adaptation)
             exchange = Exchange(reader, self._first_limit_s(), self.config.idle_timeout_s, self.trace)
+            gate = PrintedCallGate(is_open=not tools or self.source in self._native_callers)
             self.trace("request", content)
             try:
                 await exchange.open(self._post(client, wire.path, content), interrupt)
                 while (deltas := await exchange.read(interrupt)) is not None:
-                    for delta in deltas:
+                    for delta in itertools.chain.from_iterable(map(gate.feed, deltas)):
                         yield delta
-                for delta in reader.end():
+                for delta in itertools.chain.from_iterable(map(gate.feed, reader.end())):
                     yield delta
                 reply = self._checked(reader.reply())
             except transport_errors() as exc:
-                failure, reply = failure_of(exc, exchange.limit_s), None
+                failure, reply = failure_of(exc, exchange.limit_s, exchange.has_begun), None
             finally:
                 await exchange.close()
             if reply:
+                for delta in gate.release() if reply.text else ():
+                    yield delta
                 yield reply
                 return
             step = await self._after(failure, tries, body, len(content))
@@ -5407,7 +5463,7 @@ def parse_log(data: bytes) -> Log:
     for line in data.splitlines(keepends=True):
         position += len(line)
         try:
-            record = json.loads(line.strip(b"\0"))
+            record = json.loads(line.strip(b"\0 \t\r\n"))
         except (ValueError, RecursionError):
             record = None
         if not isinstance(record, dict):
