@@ -3821,7 +3821,7 @@ class Course:
             self._say("user", self.content_request(path))
             return
         result = message_text(answer)
-        self._note(call.name, path, content, result)
+        self._note(call.name, path or str(arguments.get("directory", "")), content, result)
         self._say("user", "\n\n".join(filter(None, ["Result:\n" + result, self._advice()])))
 
     def fence(self, path: str) -> str:
@@ -3843,7 +3843,8 @@ class Course:
         self.last, failed = tool, result.startswith((f"{path}: ", "Denied:", NOT_EXECUTED, SKIPPED, CUT_OFF))
         if tool == "list_files":
             self.is_listed = True
-            names = [line for line in result.splitlines() if not line.startswith(("(", "["))]
+            folder = "" if path in ("", ".") else path.rstrip("/") + "/"
+            names = [folder + line for line in result.splitlines() if not line.startswith(("(", "["))]
             self.folders |= {name.rstrip("/") for name in names if name.endswith("/")}
             self.present |= {name for name in names if not name.endswith("/")}
         elif tool == "read_from_file" and not failed:
