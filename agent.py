@@ -3833,6 +3833,11 @@ class Course:
         """The words that ask for a file's text."""
         if self.is_failing:
             return f"The whole corrected content of {path}, in one code block:"
+        if path == PLAN_FILE:
+            steps = (
+                "numbered steps, each with the file that it makes and what goes into it; the last one runs the tests"
+            )
+            return f"The plan, in one code block: {steps}. No code."
         if TEST_FILE.search(path):
             checks = "It imports what it tests, and checks just what the task says"
             return f"The whole content of {path}, in one code block. {checks}:"
@@ -3942,7 +3947,7 @@ class Course:
             if PLAN_FILE in self.wrote:
                 return {}, True
             plan = {"write_to_file": {"path": {"const": PLAN_FILE}}}
-            return plan | looking if self.texts else looking or plan, False
+            return plan | (looking if unread else {}) if self.texts else looking or plan, False
         if self.missing:
             first = {"write_to_file": {"path": _one_of(self.missing)}}
             return first if self.is_listed else {"list_files": {}}, False
@@ -4695,7 +4700,8 @@ class EmbeddedServer:
         params.model.path = str(gguf)
         params.hostnames, params.port, params.api_keys = ["127.0.0.1"], 0, [self.key]
         params.n_ctx, params.n_parallel, params.cache_ram_mib = window, 1, 0
-        params.cpuparams.n_threads = params.cpuparams_batch.n_threads = os.cpu_count() or 1
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        params.cpuparams.n_threads = params.cpuparams_batch.n_threads = cores
         params.verbosity, params.ui = -1, False  # silent also in failure: the terminal is ours
         try:
             self._server: Any = xllamacpp.Server(params)
