@@ -4472,7 +4472,7 @@ class Course:
         if TEST_FILE.search(path):
             checks = "It imports what it tests, and checks just what the task says"
             return f"The whole content of {path}, in one code block. {checks}:"
-        return f"The whole content of {path}, in one code block, nothing else:"
+        return f"The whole content of {path}, complete and just as the task says, in one code block:"
 
     def _note(self, tool: str, path: str, content: str, result: str) -> None:
         """Learn from one result."""
