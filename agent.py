@@ -5834,8 +5834,12 @@ class Agent:
 
 
 def build_system_prompt(config: Config) -> str:
-    """The system prompt of a new session: ours, then the user's own words. Frozen in the session's header."""
-    return "\n\n".join(filter(None, [SYSTEM_PROMPT, config.instructions.strip()]))
+    """The system prompt of a new session: ours, then the user's own words. Frozen in the session's header.
+
+    The JSON wire's models are small: they get its guide, and not a second set of rules.
+    """
+    is_small = config.api == "json" or (config.api == "auto" and config.local is not None)
+    return "\n\n".join(filter(None, [GUIDE if is_small else SYSTEM_PROMPT, config.instructions.strip()]))
 
 
 # --- Session --------------------------------------------------------------------------------------
