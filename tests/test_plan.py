@@ -69,6 +69,9 @@ def test_a_plan_without_boxes_has_its_numbered_lines_as_steps() -> None:
         ("1", "Write add", False, False),
         ("2", "Test it", False, False),
     ]
+    plain = agent.PlanFile.__new__(agent.PlanFile)
+    plain.steps = steps
+    assert (plain.text(), plain.open_steps()) == ("plan of 2 steps", ())
     assert [s.text for s in agent.parse_plan("1. An introduction\n- [ ] the only step\n")] == ["the only step"]
 
 
@@ -154,6 +157,16 @@ def test_the_progress_is_an_event_and_open_steps_are_named_at_the_end(
     ]
     assert conversation.of(agent.Evidence)[-1].lines()[-1] == "open in plan.txt: 3. Write the README"
     assert conversation.runtime.plan.text() == "plan 2/3"
+
+
+@pytest.mark.parametrize("words", ["", "do not touch the README", "commit, but only at the end"])
+def test_the_json_wire_tells_plan_and_go_apart(words: str) -> None:
+    course = agent.Course()
+    for prompt, kind in ((agent.plan_prompt(True, words), "plan"), (agent.go_prompt(words, True), "work")):
+        course.take(agent.user_message(prompt), {})
+        assert course.kind == kind
+    assert agent.is_plan_prompt(agent.plan_prompt(False, words))
+    assert not agent.is_plan_prompt(agent.go_prompt(words, False))
 
 
 def test_many_open_steps_are_counted() -> None:
