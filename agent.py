@@ -18,8 +18,8 @@ yields; *sinks* (renderers, the session log) take them, and decide nothing.
 
 Sections: Errors and interruption, Configuration, Messages, Events, Text, Workspace, Snapshots, Sandbox, Commands,
 Evidence, Tools, Approval, Provider: errors, Provider: adaptation, Provider: wires, Provider: JSON wire,
-Provider: requests, Provider: embedded model, Context, Plan, Agent, Session, Undo, Markdown, Renderers, Slash
-commands, Terminal, REPL, Headless, Replay, Doctor, Command line.
+Provider: requests, Provider: embedded model, Context, Plan, Agent, Session, Undo, Markdown, Renderers,
+Slash commands, Terminal, REPL, Headless, Replay, Doctor, Command line.
 
 Read `Agent.turn` first: it is the whole control flow. `build_runtime` wires all parts together.
 """
@@ -9997,10 +9997,10 @@ def build_parser() -> argparse.ArgumentParser:
         group.add_argument(*spellings, dest=name, **settings)
 
     group = parser.add_argument_group("place")
-    option("start_dir", metavar="DIR", help="the workspace; default: a new temporary directory")
+    option("start_dir", metavar="DIR", help="the workspace (a new temporary directory)")
     option("spec", metavar="FILE", help="copy FILE to spec.txt in it first")
     group = parser.add_argument_group("script")
-    option("prompt", "-p", metavar="TEXT", help="one turn without a terminal; TEXT may be /plan, /go, -")
+    option("prompt", "-p", metavar="TEXT", help="one turn, no terminal; or /plan, /go, - (stdin)")
     option("json", action="store_true", help="print events as JSON lines")
     option("require_tests", action="store_true", help="status 1 unless tests passed after all changes")
     group = parser.add_argument_group("model")
