@@ -7825,7 +7825,6 @@ class Screen:
             self.app.output.write_raw("".join(f"\x1b[K{line}\r\n" for line in lines))
             self.app.renderer.reset(leave_alternate_screen=False)
             self.app._redraw()
-        self._drawn_at = time.monotonic()
 
     def redraw(self) -> None:
         """Draw the live region anew, whatever became of it."""
@@ -7868,7 +7867,7 @@ class Screen:
             if state != shown:
                 self._check_size()
                 self.app._redraw()
-                self._drawn_at, shown = time.monotonic(), state
+                shown = state
             cost_s = time.perf_counter() - started
             if cost_s > 0.02:
                 await asyncio.sleep(min(0.5, cost_s * 4))
@@ -7887,6 +7886,7 @@ class Screen:
 
     def _after_render(self, app: Application[int]) -> None:
         self._frame_hold.close()
+        self._drawn_at = time.monotonic()
 
     def _check_size(self) -> None:
         """Notice a resize whose signal is still under way."""
