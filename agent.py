@@ -5947,6 +5947,7 @@ LOG_VERSION = 1
 KEEP_SESSIONS = 100  # of one workspace; the oldest are deleted
 KEEP_DAYS = 90  # sessions of a workspace that does not exist any more
 TRACE_BYTES = 200_000_000  # of raw requests and replies that one process keeps
+LOCK_PATIENCE_S = 0.5
 FIRST_BYTES = 65_536  # of a log, read to show what it is about
 
 Record = Mapping[str, Any]
@@ -6228,13 +6229,21 @@ def _opened(config: Config, model: str) -> dict[str, Any]:
 
 
 def _lock(file: int) -> None:
-    """Take an open log for this process; raises AgentError when another one has it."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise AgentError("another agent works in it right now") from None
-    except OSError:
-        pass  # a file system without locks
+    """Take an open log for this process; raises AgentError when another one has it.
+
+    It waits a moment: a process that was killed while it started a command leaves the lock for an instant.
+    """
+    deadline = time.monotonic() + LOCK_PATIENCE_S
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise AgentError("another agent works in it right now") from None
+            time.sleep(0.02)
+        except OSError:
+            return  # a file system without locks
 
 
 def _create_log(path: Path, records: Iterable[Record]) -> int:

@@ -210,6 +210,7 @@ def marked(case: Json) -> Any:
     return pytest.param(case, id=case["id"], marks=marks)
 
 
+@pytest.mark.damaged_log
 @pytest.mark.parametrize("case", [marked(case) for case in CASES])
 def test_case(case: Json, server: Serve, workspace: Path) -> None:
     messages = None
