@@ -4347,6 +4347,7 @@ FILE_NAME = re.compile(
 PROGRAM = re.compile(r"\.(py|js|ts|sh|c|cpp|go|rs|rb|java)$")
 TEST_FILE = re.compile(r"(^|/)(test_\w+|\w+_test)\.py$")
 LANGUAGES = {"py": "python", "js": "javascript", "ts": "typescript", "sh": "bash", "md": "markdown", "rs": "rust"}
+DEFINITION = re.compile(r"^(?:async def|def|class) ([a-zA-Z]\w*)", re.MULTILINE)
 TRACEBACK_LINE = re.compile(r'File "([^"\n]+)", line \d+')
 STATUS_LINE = re.compile(r"^\[exit code (\d+)", re.MULTILINE)
 NO_TESTS = re.compile(r"^(Ran 0 tests|NO TESTS RAN)", re.MULTILINE)
@@ -4470,9 +4471,20 @@ class Course:
             )
             return f"The plan, in one code block: {steps}. No code."
         if TEST_FILE.search(path):
-            checks = "It imports what it tests, and checks just what the task says"
-            return f"The whole content of {path}, in one code block. {checks}:"
+            return (
+                f"The whole content of {path}, in one code block. It checks just what the task says."
+                f" It begins with:\nimport unittest{self._imports()}"
+            )
         return f"The whole content of {path}, complete and just as the task says, in one code block:"
+
+    def _imports(self) -> str:
+        """The lines that import what the programs of this turn define."""
+        lines = ""
+        for path in dict.fromkeys(self.wrote):
+            names = DEFINITION.findall(self.texts[path])
+            if re.fullmatch(r"\w+\.py", path) and not TEST_FILE.search(path) and names:
+                lines += f"\nfrom {path.removesuffix('.py')} import {', '.join(names)}"
+        return lines
 
     def _note(self, tool: str, path: str, content: str, result: str) -> None:
         """Learn from one result."""
