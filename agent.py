@@ -4377,8 +4377,13 @@ Example. User: Add a function double to calc.py and test it.
 
 PLAN_FILE = "plan.txt"
 PLAN_FILES = ("spec.txt", PLAN_FILE)  # what they name is what is to be made
-PLAN_ONLY = re.compile(
-    r"\bplan\b.*\b(do not|don't|no|without|not yet|only)\b|\b(do not|don't|no|without|only)\b.*\bplan\b", re.I | re.S
+MAKE_PLAN = re.compile(
+    r"\b(write|make|create|prepare|propose|sketch|draw up|outline|give|want)\b[^.\n]{0,40}\bplan\b", re.I
+)
+NO_CODE = re.compile(
+    r"\b(do not|don't|no|without|not)\b[^.\n]{0,30}\b(code|coding|implement\w*|program\w*)\b"
+    r"|\b(only|just)\b.{0,20}\bplan\b|\bplan only\b",
+    re.IGNORECASE,
 )
 QUESTION = re.compile(
     r"\s*(what|which|who|whose|why|where|when|how|is|are|was|were|did|does|do|has|have)\b.*\?\s*$", re.I | re.S
@@ -4394,12 +4399,15 @@ FILE_NAME = re.compile(
 PROGRAM = re.compile(r"\.(py|js|ts|sh|c|cpp|go|rs|rb|java)$")
 TEST_FILE = re.compile(r"(^|/)(test_\w+|\w+_test)\.py$")
 LANGUAGES = {"py": "python", "js": "javascript", "ts": "typescript", "sh": "bash", "md": "markdown", "rs": "rust"}
+DEFINITION = re.compile(r"^(?:async def|def|class) ([a-zA-Z]\w*)", re.MULTILINE)
 TRACEBACK_LINE = re.compile(r'File "([^"\n]+)", line \d+')
 STATUS_LINE = re.compile(r"^\[exit code (\d+)", re.MULTILINE)
 NO_TESTS = re.compile(r"^(Ran 0 tests|NO TESTS RAN)", re.MULTILINE)
+KNOW_ENOUGH = "If you know enough, answer."
 MAX_LOOKS = 6  # calls that only look before something must be done
 MAX_MENDS = 6  # failed attempts to mend before the model may say that it failed
 TEMPERATURE, WARMER, WARMEST = 0.2, 0.2, 0.8  # the first mend is asked for at the first; a mend that failed adds
+SHOWN_FILE, SHOWN_OUTPUT = (6000, 2000), (1000, 2000)  # characters at head and tail of a longer result
 JSON_TOKENS, TEXT_TOKENS = 800, 4000  # a small model can go on for ever
 
 
@@ -4433,18 +4441,21 @@ class Course:
         self.sent: list[Message] = []
         self.texts: dict[str, str] = {}  # what is known of files: their whole text
         self.present: set[str] = set()  # files known to be there
+        self.absent: set[str] = set()  # files that could not be read
         self.folders: set[str] = set()
         self._begin("")
 
     def _begin(self, prompt: str) -> None:
         """A turn: its kind is "plan" (only a plan is wanted), "question" or "work"."""
         is_work = bool(CHANGE_WORDS.search(prompt)) and not QUESTION.match(prompt)
-        self.kind = "plan" if PLAN_ONLY.search(prompt) else "work" if is_work else "question"
+        is_plan = MAKE_PLAN.search(prompt) and NO_CODE.search(prompt)
+        self.kind = "plan" if is_plan else "work" if is_work else "question"
         self.asked = [name for name in FILE_NAME.findall(prompt) if name not in PLAN_FILES]
         self.looks = self.mends = 0  # calls that only looked in a row; mends that failed
         self.last = ""  # the last tool
         self.wrote: list[str] = []
-        self.is_listed = self.is_unchecked = self.is_failing = self.is_unchanged = False
+        self.is_refused = False  # the last write was
+        self.is_listed = self.has_run = self.is_unchecked = self.is_failing = self.is_unchanged = False
         self.suspects: list[str] = []
 
     @property
@@ -4454,6 +4465,11 @@ class Course:
             return []
         named = [name for file in PLAN_FILES for name in FILE_NAME.findall(self.texts.get(file, ""))]
         return [name for name in dict.fromkeys(named) if name not in self.present]
+
+    @property
+    def unwritten(self) -> list[str]:
+        """Files that the prompt names and that are not there yet."""
+        return [name for name in self.asked if name not in self.present and name not in self.wrote]
 
     @property
     def temperature(self) -> float:
@@ -4498,7 +4514,8 @@ class Course:
         if answer is None:  # the text of the file is still to be asked for
             self._say("user", self.content_request(path))
             return
-        result = message_text(answer)
+        sizes = SHOWN_OUTPUT if call.name == "run_shell_command" else SHOWN_FILE
+        result = clip(message_text(answer), *sizes)
         self._note(call.name, path or str(arguments.get("directory", "")), content, result)
         self._say("user", "\n\n".join(filter(None, ["Result:\n" + result, self._advice()])))
 
@@ -4517,24 +4534,41 @@ class Course:
             )
             return f"The plan, in one code block: {steps}. No code."
         if TEST_FILE.search(path):
-            checks = "It imports what it tests, and checks just what the task says"
-            return f"The whole content of {path}, in one code block. {checks}:"
+            return (
+                f"The whole content of {path}, in one code block. It checks just what the task says."
+                f" It begins with:\nimport unittest{self._imports()}"
+            )
         return f"The whole content of {path}, complete and just as the task says, in one code block:"
+
+    def _imports(self) -> str:
+        """The lines that import what the programs of this turn define."""
+        lines = ""
+        for path in dict.fromkeys(self.wrote):
+            names = DEFINITION.findall(self.texts[path])
+            if re.fullmatch(r"\w+\.py", path) and not TEST_FILE.search(path) and names:
+                lines += f"\nfrom {path.removesuffix('.py')} import {', '.join(names)}"
+        return lines
 
     def _note(self, tool: str, path: str, content: str, result: str) -> None:
         """Learn from one result."""
         self.last, failed = tool, result.startswith((f"{path}: ", "Denied:", NOT_EXECUTED, SKIPPED, CUT_OFF))
+        self.is_refused = tool == "write_to_file" and not result.startswith("File written")
         if tool == "list_files":
             self.is_listed = True
             folder = "" if path in ("", ".") else path.rstrip("/") + "/"
             names = [folder + line for line in result.splitlines() if not line.startswith(("(", "["))]
             self.folders |= {name.rstrip("/") for name in names if name.endswith("/")}
             self.present |= {name for name in names if not name.endswith("/")}
-        elif tool == "read_from_file" and not failed:
+        elif tool == "read_from_file" and failed:
+            self.absent.add(path)
+        elif tool == "read_from_file":
             self.present.add(path)
             self.texts[path] = result
-        elif tool == "write_to_file" and result.startswith("File written"):
+        elif self.is_refused:  # perhaps it has changed on disk: it is to be read again
+            self.texts.pop(path, None)
+        elif tool == "write_to_file":
             self.present.add(path)
+            self.absent.discard(path)
             self.is_unchanged = self.texts.get(path) == content
             self.texts[path] = content
             self.wrote.append(path)
@@ -4547,7 +4581,7 @@ class Course:
         status = STATUS_LINE.search(result)
         failed = bool(status and status[1] != "0") or bool(NO_TESTS.search(result))
         programs = [name for name in self.wrote if PROGRAM.search(name)]
-        self.is_unchecked, self.is_unchanged = False, False
+        self.has_run, self.is_unchecked, self.is_unchanged = True, False, False
         self.is_failing = failed and bool(programs)  # a search that finds nothing fails too
         if self.is_failing:
             self.mends += 1
@@ -4571,7 +4605,7 @@ class Course:
         """What is added to the prompt."""
         if self.missing:
             return f"Carry out {PLAN_FILE}. Files to write: {', '.join(self.missing)}."
-        return ""
+        return KNOW_ENOUGH if self.kind == "question" else ""
 
     def _advice(self) -> str:
         """What is added to a result: the next step, in few words."""
@@ -4582,9 +4616,11 @@ class Course:
                 f"Now write the plan, in numbered steps, to {PLAN_FILE}. No code." if self.last != "list_files" else ""
             )
         if self.kind == "question":
-            return "If you know enough now, answer."
+            return KNOW_ENOUGH
         if self.missing:
             return f"Now write {self.missing[0]}."
+        if self.last == "write_to_file" and self.wrote and self.unwritten:
+            return f"Next: {self.unwritten[0]}."
         if self.last == "write_to_file" and self.is_unchecked:
             tests = any(TEST_FILE.search(name) for name in self.present)
             return "Now check it: " + ("python3 -m unittest -v" if tests else "run it.")
@@ -4610,7 +4646,7 @@ class Course:
 
     def _next(self) -> tuple[dict[str, dict[str, Any]], bool]:
         """(the tools that make sense now with the schemas of their arguments, whether it may answer)."""
-        unread = sorted((self.present | set(self.asked)) - set(self.texts))[:200]
+        unread = sorted((self.present | set(self.asked)) - set(self.texts) - self.absent)[:200]
         looking: dict[str, dict[str, Any]] = {}
         if self.looks < MAX_LOOKS:
             if not self.is_listed or self.folders:
@@ -4620,17 +4656,19 @@ class Course:
         writing = {"write_to_file": {"path": {"type": "string"}}}
         running = {"run_shell_command": {"command": {"type": "string"}}}
         if self.kind == "question":
-            return looking | running if self.looks < MAX_LOOKS else {}, True
+            return looking | ({} if self.has_run else running), True
         if self.kind == "plan":
             if PLAN_FILE in self.wrote:
                 return {}, True
             plan = {"write_to_file": {"path": {"const": PLAN_FILE}}}
             return plan | (looking if unread else {}) if self.texts else looking or plan, False
+        if self.is_refused:
+            return looking | writing | running, True
         if self.missing:
             first = {"write_to_file": {"path": _one_of(self.missing)}}
             return first if self.is_listed else {"list_files": {}}, False
         if self.is_unchecked:
-            return running if self.last == "write_to_file" else running | writing, False
+            return running | (writing if self.unwritten else {}), False
         if self.is_failing:
             return {"write_to_file": {"path": _one_of(self.suspects[:1])}}, self.mends > MAX_MENDS
         if PLAN_FILE in self.texts and not self.asked and self.wrote and self.last == "run_shell_command":
