@@ -24,6 +24,15 @@ Read `Agent.turn` first: it is the whole control flow. `build_runtime` wires all
 
 from __future__ import annotations
 
+import os
+import sys
+
+if __name__ == "__main__" and not sys.flags.safe_path:
+    # Python puts the script's directory (or, with -m, the current one) first on its path. That may be a workspace, and
+    # a module planted there would run as the user, outside every sandbox. Nothing is ever imported from beside us.
+    _here = os.getcwd() if os.path.isdir(os.curdir) else ""
+    sys.path[:] = [path for path in sys.path[1:] if os.path.isabs(path) and path != _here]
+
 import argparse
 import asyncio
 import codecs
@@ -31,12 +40,14 @@ import contextlib
 import dataclasses
 import difflib
 import email.utils
+import errno
 import fcntl
 import fnmatch
+import functools
 import hashlib
 import itertools
 import json
-import os
+import math
 import random
 import re
 import secrets
@@ -44,7 +55,6 @@ import shlex
 import shutil
 import signal
 import stat
-import sys
 import tempfile
 import time
 import tomllib
@@ -53,9 +63,11 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+from typing import IO, TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 if TYPE_CHECKING:
+    import subprocess
+
     import httpx2
     import openai
     from rich.console import Console, RenderableType
@@ -134,7 +146,7 @@ async def interruptible(work: Awaitable[T], interrupt: asyncio.Event, timeout_s:
 
 USER_SETTINGS = (
     "model", "base_url", "api", "local", "context_window", "max_steps", "approve", "sandbox", "network",
-    "instructions", "shell_timeout_s", "first_token_timeout_s", "idle_timeout_s", "max_attempts",
+    "keep_env", "instructions", "shell_timeout_s", "first_token_timeout_s", "idle_timeout_s", "max_attempts",
 )  # fmt: skip
 
 CHOICES = {
@@ -143,13 +155,33 @@ CHOICES = {
     "sandbox": ("auto", "on", "off"),
 }
 
-
 COMMAND_ENVIRONMENT = {
-    "PAGER": "cat", "GIT_PAGER": "cat", "GIT_TERMINAL_PROMPT": "0", "GIT_EDITOR": "true", "EDITOR": "true",
-    "VISUAL": "true", "TERM": "dumb", "NO_COLOR": "1", "PYTHONUNBUFFERED": "1", "DEBIAN_FRONTEND": "noninteractive",
-    "PIP_NO_INPUT": "1",
+    "PAGER": "cat", "GIT_PAGER": "cat", "MANPAGER": "cat", "LESS": "-FRX", "GIT_TERMINAL_PROMPT": "0",
+    "GIT_EDITOR": "true", "EDITOR": "true", "VISUAL": "true", "SSH_ASKPASS": "/bin/false", "GIT_ASKPASS": "/bin/false",
+    "GIT_SSH_COMMAND": "ssh -oBatchMode=yes", "TERM": "dumb", "NO_COLOR": "1", "PYTHONUNBUFFERED": "1",
+    "DEBIAN_FRONTEND": "noninteractive", "PIP_NO_INPUT": "1", "npm_config_yes": "true",
 }  # fmt: skip
-_SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASSW|PASSPHRASE|CREDENTIAL|AUTH(?!OR)|COOKIE|PRIVATE|DSN", re.I)
+_SECRET_NAME = re.compile(
+    r"KEY|TOKEN|SECRET|PASSW|PASSPHRASE|CREDENTIAL|AUTH(?!OR)|COOKIE|PRIVATE|DSN|(DATABASE|MONGO|REDIS|WEBHOOK).*UR[IL]",
+    re.IGNORECASE,
+)
+_SECRET_VALUE = re.compile(
+    r"://[^/\s:@]*:[^/\s@]+@|-----BEGIN|\b(sk-|ghp_|github_pat_|xox[abp]-|AKIA|AIza|eyJ)\w",
+)
+_NOT_INHERITED = re.compile(
+    r"(BASH_ENV|ENV|PROMPT_COMMAND|BASH_FUNC_.*|DBUS_.*|DISPLAY|WAYLAND_DISPLAY|DOCKER_HOST|TMUX.*|STY"
+    r"|XDG_RUNTIME_DIR|GIT_(DIR|WORK_TREE|INDEX_FILE))$"
+)
+
+
+def looks_secret(name: str, value: str) -> bool:
+    """Whether a variable probably holds a secret, by its name or the shape of its value."""
+    return bool(_SECRET_NAME.search(name) or _SECRET_VALUE.search(value))
+
+
+def is_worth_hiding(value: str) -> bool:
+    """Whether a value is so unlike ordinary words that replacing it everywhere does no harm."""
+    return len(value) >= 8 and not (value.isalpha() and len(value) < 16) and not value.startswith("/")
 
 
 @dataclass(frozen=True)
@@ -172,12 +204,14 @@ class Config:
     """Tokens that the model accepts; None: not known, found out by its refusal."""
     max_steps: int = 200
     """Steps in one turn; reaching it ends the turn with the reason "limit"."""
-    approve: str = "auto"
-    """When to ask before a tool call: plan, ask, auto or all. See Approval."""
+    approve: str = ""
+    """When to ask before a tool call: plan, ask, auto or all; empty: auto in a sandbox, else ask. See Approval."""
     sandbox: str = "auto"
     """auto: sandbox commands where it works; on: refuse to run without it; off: never."""
     network: bool = False
     """Whether sandboxed commands may use the network."""
+    keep_env: str = ""
+    """Names of variables that commands inherit although they look like secrets, with commas between."""
     instructions: str = ""
     """The user's own words, added to the system prompt."""
     shell_timeout_s: float = 120
@@ -210,9 +244,26 @@ class Config:
         return self._base("XDG_CACHE_HOME", ".cache") / "agent"
 
     @property
+    def home(self) -> Path:
+        """The user's home directory, where the secrets are that commands must not see."""
+        return Path(self.environ.get("HOME") or Path.home())
+
+    @functools.cached_property
+    def _withheld(self) -> dict[str, str]:
+        kept = {name.strip() for name in self.keep_env.split(",")}
+        return {k: v for k, v in self.environ.items() if looks_secret(k, v) and k not in kept}
+
+    @functools.cached_property
     def command_environment(self) -> dict[str, str]:
         """What commands inherit: nothing that looks like a secret, and no program that waits for a person."""
-        return {k: v for k, v in self.environ.items() if not _SECRET_NAME.search(k)} | COMMAND_ENVIRONMENT
+        inherited = {k: v for k, v in self.environ.items() if k not in self._withheld and not _NOT_INHERITED.match(k)}
+        return inherited | COMMAND_ENVIRONMENT
+
+    @functools.cached_property
+    def secrets(self) -> dict[str, str]:
+        """Name and value of what commands do not inherit, where it is safe to replace it in texts."""
+        named = {**self._withheld, "OPENAI_API_KEY": self.api_key}
+        return {name: value for name, value in named.items() if is_worth_hiding(value)}
 
 
 def _read_user_file(path: Path) -> dict[str, Any]:
@@ -562,7 +613,8 @@ def event_to_json(event: Event) -> dict[str, Any] | None:
 
 # --- Text -----------------------------------------------------------------------------------------
 # Pure functions on strings: what is foreign is made harmless, what is long is made short.
-# Everything that comes from the model, a tool, a file or the network passes `clean` before a terminal sees it.
+# Everything that comes from the model, a tool, a file or the network passes `clean` before a terminal sees it;
+# what a person decides on (a command, a diff, a file name) passes `escape`, which hides nothing.
 
 _ESCAPES = re.compile(
     r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]?"  # CSI, also when cut off
@@ -577,9 +629,9 @@ _SURROGATES = re.compile("[\ud800-\udfff]")
 
 def _overwritten(line: str) -> str:
     """What a terminal would show of a line with carriage returns and backspaces."""
-    shown = ""
+    shown: list[str] = []
     for part in filter(None, line.split("\r")):
-        shown = part + shown[len(part) :]
+        shown[: len(part)] = part
     kept: list[str] = []
     for char in shown:
         if char != "\b":
@@ -604,6 +656,33 @@ def clean(text: str) -> str:
     return _SURROGATES.sub("\ufffd", _INVISIBLE.sub("", text))
 
 
+def _written_out(char: str) -> str:
+    code = ord(char)
+    if 0xDC80 <= code <= 0xDCFF:  # an undecodable byte, see surrogateescape
+        code -= 0xDC00
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+
+
+def escape(text: str, keep: str = "\n\t") -> str:
+    """The text with everything that a terminal obeys or does not show written out, as `\\x1b` or `\\u202e`.
+
+    Undecodable bytes become `\\xff`. With keep="" the result is one line.
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in keep else _written_out(c) for c in text)
+
+
+def unescape_name(name: str) -> str:
+    """A file name as `escape` shows it, back in the form in which the system knows it."""
+
+    def char(found: re.Match[str]) -> str:
+        code = int(found[1] or found[2] or found[3], 16)
+        return chr(code + 0xDC00 if found[1] and code >= 0x80 else min(code, sys.maxunicode))
+
+    return re.sub(r"\\x([0-9a-f]{2})|\\u([0-9a-f]{4})|\\U([0-9a-f]{8})", char, name)
+
+
 def one_line(text: str, width: int = 100) -> str:
     """The text cleaned, on one line, cut to width characters."""
     line = " ".join(clean(text).split())
@@ -624,258 +703,963 @@ def diff(old: str, new: str, path: str) -> str:
     return "\n".join(list(lines)[2:])
 
 
+def hide_secrets(text: str, secrets: Mapping[str, str]) -> str:
+    """The text with each secret (name -> value) replaced by `[secret NAME]`. Stops accidents, not encodings."""
+    for name, value in sorted(secrets.items(), key=lambda item: -len(item[1])):
+        if value in text:
+            text = text.replace(value, f"[secret {name}]")
+    return text
+
+
 def estimate_tokens(value: Any) -> int:
     """A rough count, four bytes a token, of a message or any JSON value."""
     return len(json.dumps(value, ensure_ascii=False).encode("utf-8", "replace")) // 4 + 1
 
 
 # --- Workspace ------------------------------------------------------------------------------------
-# The directory tree that the agent may touch.
-# Covered: paths cannot lead out of it, also not through links; writes are atomic and keep a file's mode.
-# Not covered: a directory that is swapped for a link between the check and the write.
+# The directory tree that the agent may touch, and files as bytes.
+# Covered: a path is resolved to its real form, and that form is opened by the kernel with the order to follow no
+# link at all, so a directory that is swapped for a link in between is an error, never a way out. Writes are atomic
+# and keep mode, owner and extended attributes; line ends, byte order mark and encoding survive an edit.
+# Not covered: a hard link that existed before leads to the same file as its other names (it is asked for).
+
+Zone = Literal["workspace", "scratch", "outside"]
+
+HIDDEN = (
+    ".ssh", ".aws", ".azure", ".gnupg", ".kube", ".docker", ".netrc", ".npmrc", ".pypirc", ".git-credentials",
+    ".config/gh", ".config/gcloud", ".config/op", ".config/hub", ".config/rclone", ".password-store",
+    ".local/share/keyrings", ".mozilla", ".config/google-chrome", ".config/chromium", ".bash_history", ".zsh_history",
+    ".python_history", ".psql_history", ".terraform.d", ".vault-token", ".cargo/credentials.toml", ".pgpass",
+    ".my.cnf", ".boto",
+)  # fmt: skip
+"""Below the home directory: neither commands nor file tools see them."""
+PROTECTED = (".git", ".envrc", ".vscode", ".husky", ".github/workflows", "agents.md")
+"""Below the workspace, in lower case: what is written there may run, or be obeyed, later; so it is asked for."""
+SECRET_FILE = re.compile(
+    r"\.env($|\..*)|.*\.(pem|p12|pfx|key|keystore)|id_(rsa|dsa|ecdsa|ed25519)|\.?credentials.*", re.I
+)
+IGNORED_POLICY = (".agent.toml", "agent.toml", ".agent/config.toml", ".config/agent/config.toml")
+"""Names under which a workspace might try to set policy: they are never read, and that is said."""
+
+READ_LIMIT = 10_000_000  # bytes of a file that is read as a whole
+EDIT_LIMIT = 5_000_000
+LINK_FREE = 0x08 | 0x04 | 0x02  # openat2: RESOLVE_BENEATH, RESOLVE_NO_SYMLINKS, RESOLVE_NO_MAGICLINKS
+ONLY_DIRECTORY = os.O_DIRECTORY | getattr(os, "O_PATH", 0)
+ENV_FILES = (".env", ".env.local", ".env.development", ".env.production", ".env.test")
 
 
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+def _open_stepwise(base: int, path: str, flags: int) -> int:
+    """Open a path below the directory `base` one component after the other, following no link."""
+    *parents, leaf = Path(path).parts or (".",)
+    directory = os.dup(base)
+    try:
+        for part in parents:
+            inner = os.open(part, ONLY_DIRECTORY | os.O_NOFOLLOW, dir_fd=directory)
+            os.close(directory)
+            directory = inner
+        return os.open(leaf, flags | os.O_NOFOLLOW, dir_fd=directory)
+    finally:
+        os.close(directory)
+
+
+def open_beneath(base: int, path: str, flags: int) -> int:
+    """Open an existing path, relative, without links and `..`, below the directory `base`; raises OSError."""
+    if sys.platform == "linux":
+        import ctypes
+        import struct
+
+        how = struct.pack("QQQ", flags | os.O_CLOEXEC, 0, LINK_FREE)
+        libc, number = ctypes.CDLL(None, use_errno=True), 437  # openat2 has one number on all machines we know
+        file = libc.syscall(number, base, os.fsencode(path or "."), how, ctypes.c_size_t(len(how)))
+        if file >= 0:
+            return int(file)
+        if ctypes.get_errno() not in (errno.ENOSYS, errno.EPERM):  # too old a kernel, or forbidden in a container
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return _open_stepwise(base, path, flags)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a path of the model leads: the real path, which part of the disk that is, and its name for the model."""
+
+    path: Path
+    zone: Zone
+    name: str
+
+
+def _is_below(path: Path, directory: Path) -> bool:
+    return path == directory or directory in path.parents
+
+
+def _folded(path: Path) -> Path:
+    """For comparisons that must also hold on disks that do not tell upper from lower case."""
+    return Path(str(path).casefold())
+
+
+def _overwrite_file(directory: int, name: str, data: bytes) -> None:
+    """Write into the file itself, for where it must stay the same file or nothing may be put beside it."""
+    with os.fdopen(os.open(name, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=directory), "wb") as file:
+        file.write(data)
+        file.truncate()
+        os.fsync(file.fileno())
+
+
+def _copy_attributes(old: int, new: int) -> None:
+    """Give the new file the owner, mode and extended attributes of the old one; raises OSError for the owner."""
+    status = os.fstat(old)
+    if (status.st_uid, status.st_gid) != (os.fstat(new).st_uid, os.fstat(new).st_gid):
+        os.fchown(new, status.st_uid, status.st_gid)
+    os.fchmod(new, stat.S_IMODE(status.st_mode))
+    for name in os.listxattr(old) if hasattr(os, "listxattr") else ():
+        with contextlib.suppress(OSError):
+            os.setxattr(new, name, os.getxattr(old, name))
+
+
+def _replace_file(directory: int, name: str, data: bytes) -> None:
+    """Put a file with this content in the place of `name`, in one step where that is possible; raises OSError."""
+    try:
+        old = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=directory)
+    except FileNotFoundError:
+        old = -1
+    temporary = f".{secrets.token_hex(6)}.tmp"
+    try:
+        if old >= 0 and not stat.S_ISREG(os.fstat(old).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file")
+        if old >= 0 and os.fstat(old).st_nlink > 1:
+            _overwrite_file(directory, name, data)
+            return
+        try:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+            with os.fdopen(os.open(temporary, flags, 0o666, dir_fd=directory), "wb") as file:
+                file.write(data)
+                file.flush()
+                if old >= 0:
+                    _copy_attributes(old, file.fileno())
+                os.fsync(file.fileno())
+            os.replace(temporary, name, src_dir_fd=directory, dst_dir_fd=directory)
+        except OSError as exc:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary, dir_fd=directory)
+            if old < 0 or exc.errno not in (errno.EBUSY, errno.EACCES, errno.EPERM, errno.EROFS):
+                raise
+            _overwrite_file(directory, name, data)
+    finally:
+        if old >= 0:
+            os.close(old)
 
 
 class Workspace:
-    """The files below `root`, a real path."""
+    """The files below `root`, a real path, and below `scratch`, which commands in the sandbox see as /tmp.
 
-    def __init__(self, root: Path) -> None:
+    `home` and `state_dir` say what is hidden. Paths outside are opened too, but never unasked: see `concern`.
+    """
+
+    def __init__(
+        self, root: Path, scratch: Path | None = None, home: Path | None = None, state_dir: Path | None = None
+    ) -> None:
         self.root = root
+        self.scratch = scratch
+        self.home = home
+        hidden = [home / name for name in HIDDEN] if home else []
+        real = [Path(os.path.realpath(path)) for path in [*hidden, *([state_dir] if state_dir else [])]]
+        self.hidden = tuple(path for path in real if not _is_below(root, path))
+        self.protected = (*(root / name for name in PROTECTED), Path(os.path.realpath(__file__)))
+        self._known: dict[Path, bytes] = {}  # digest of each file as the model last read or wrote it
+        self._bases = {"workspace": os.open(root, ONLY_DIRECTORY), "outside": os.open("/", ONLY_DIRECTORY)}
+        if scratch:
+            self._bases["scratch"] = os.open(scratch, ONLY_DIRECTORY)
 
-    def resolve(self, path: str) -> Path:
-        """The real path of a file or directory in the workspace; raises ToolError when it lies outside."""
+    def locate(self, path: str) -> Place:
+        """The place that a path leads to, links resolved; raises ToolError for what is never opened."""
         if "\0" in path:
             raise ToolError("A path cannot hold a NUL character.")
-        real = Path(os.path.realpath(self.root / Path(path)))
-        if real != self.root and self.root not in real.parents:
-            raise ToolError(f"{path} is outside the workspace {self.root}. Use a path inside it.")
-        return real
+        in_home = self.home and re.match(r"~(/|$)", path)
+        wanted = Path(f"{self.home}/{path[2:]}") if in_home else self.root / path
+        if "\\" in path and not os.path.lexists(wanted):
+            wanted = self.root / unescape_name(path)
+        for temporary in ("/tmp", "/var/tmp"):
+            if self.scratch and _is_below(wanted, Path(temporary)) and not _is_below(wanted, self.root):
+                wanted = self.scratch / wanted.relative_to(temporary)
+        real = Path(os.path.realpath(wanted))
+        if _is_below(real, self.root):
+            return Place(real, "workspace", escape(os.path.relpath(real, self.root), keep=""))
+        if self.scratch and _is_below(real, self.scratch):
+            return Place(real, "scratch", escape(str("/tmp" / real.relative_to(self.scratch)), keep=""))
+        if real.parts[1:2] in (("proc",), ("sys",), ("dev",)):
+            raise ToolError(f"{escape(path, keep='')} is not a file of this machine's disks. Use run_shell_command.")
+        if any(_is_below(_folded(real), _folded(hidden)) for hidden in self.hidden):
+            raise ToolError(f"{escape(path, keep='')} is private to the user and is never opened.")
+        return Place(real, "outside", escape(str(real), keep=""))
 
-    def relative(self, path: Path) -> str:
-        """The path as the model should see it."""
-        return os.path.relpath(path, self.root)
+    def concern(self, place: Place, writing: bool) -> str:
+        """Why this place should not be touched unasked, in a few words; "" when nothing speaks against it."""
+        if place.zone == "outside":
+            return "outside the workspace"
+        if writing and any(_is_below(_folded(place.path), _folded(path)) for path in self.protected):
+            return "may be run or obeyed later"
+        if not writing and SECRET_FILE.fullmatch(place.path.name):
+            return "may hold secrets"
+        with contextlib.suppress(OSError):
+            if writing and place.path.lstat().st_nlink > 1 and place.path.is_file():
+                return "has another name on this disk, which changes too"
+        return ""
 
-    def read_bytes(self, path: Path, limit: int = 10_000_000) -> bytes:
-        """The content of a regular file of at most `limit` bytes; raises ToolError saying why not."""
-        name = self.relative(path)
+    def _relative(self, place: Place, path: Path) -> str:
+        base = {"workspace": self.root, "scratch": self.scratch or self.root, "outside": Path("/")}[place.zone]
+        return os.path.relpath(path, base)
+
+    def open(self, place: Place, flags: int) -> int:
+        """A file descriptor of what is there; raises OSError, also when a link has come in between."""
+        return open_beneath(self._bases[place.zone], self._relative(place, place.path), flags)
+
+    def open_file(self, place: Place) -> int:
+        """A file descriptor to read a regular file; raises ToolError saying why not."""
         try:
-            with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY), "rb") as file:
-                if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                    raise ToolError(f"{name} is not a regular file.")
-                data = file.read(limit + 1)
+            file = self.open(place, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
         except FileNotFoundError:
-            raise ToolError(f"{name} does not exist. list_files shows what does.") from None
-        except IsADirectoryError:
-            raise ToolError(f"{name} is a directory. Use list_files.") from None
+            raise ToolError(f"{place.name} does not exist. list_files shows what does.") from None
         except OSError as exc:
-            raise ToolError(f"{name}: {exc.strerror}.") from None
+            raise ToolError(f"{place.name}: {exc.strerror}.") from None
+        mode = os.fstat(file).st_mode
+        if not stat.S_ISREG(mode):
+            os.close(file)
+            kind = "a directory. Use list_files." if stat.S_ISDIR(mode) else "not a regular file."
+            raise ToolError(f"{place.name} is {kind}")
+        return file
+
+    def exists(self, place: Place) -> bool:
+        """Whether something is there."""
+        return os.path.lexists(place.path)
+
+    def read(self, place: Place, limit: int = READ_LIMIT) -> bytes:
+        """The content of a regular file of at most `limit` bytes; raises ToolError saying why not."""
+        try:
+            with os.fdopen(self.open_file(place), "rb") as file:
+                data = file.read(limit + 1)
+        except OSError as exc:
+            raise ToolError(f"{place.name}: {exc.strerror}.") from None
         if len(data) > limit:
-            raise ToolError(f"{name} is larger than {limit} bytes. Look at parts of it with run_shell_command.")
+            raise ToolError(f"{place.name} is larger than {limit} bytes. Work on it with run_shell_command.")
         return data
 
-    def write_bytes(self, path: Path, data: bytes) -> None:
-        """Replace a file's content in one step, keeping its mode; parents are created. Raises ToolError."""
-        temporary = ""
+    def remember(self, place: Place, data: bytes, again: bool = True) -> None:
+        """Note what the model knows of a file; again=False: only if it knew nothing of it."""
+        if again or place.path not in self._known:
+            self._known[place.path] = hashlib.sha256(data).digest()
+
+    def is_stale(self, place: Place, data: bytes) -> bool:
+        """Whether the content differs from what the model knows of this file."""
+        known = self._known.get(place.path)
+        return known is not None and known != hashlib.sha256(data).digest()
+
+    def write(self, place: Place, data: bytes) -> None:
+        """Replace a file's content in one step; directories are created. Raises ToolError, then nothing changed."""
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            mode = stat.S_IMODE(path.stat().st_mode) if path.exists() else 0o666 & ~_umask()
-            handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".agent-")
-            with open(handle, "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            os.chmod(temporary, mode)
-            os.replace(temporary, path)
+            directory = self._open_directory(place, place.path.parent)
+            try:
+                _replace_file(directory, place.path.name, data)
+            finally:
+                os.close(directory)
         except OSError as exc:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
-            raise ToolError(f"{self.relative(path)}: {exc.strerror}.") from None
+            raise ToolError(f"{place.name}: {exc.strerror}.") from None
+        self.remember(place, data)
+
+    def _open_directory(self, place: Place, directory: Path) -> int:
+        """A directory below the place's base, made if it is missing."""
+        base = self._bases[place.zone]
+        with contextlib.suppress(FileNotFoundError):
+            return open_beneath(base, self._relative(place, directory), ONLY_DIRECTORY)
+        parent = self._open_directory(place, directory.parent)
+        try:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(directory.name, dir_fd=parent)
+        finally:
+            os.close(parent)
+        return open_beneath(base, self._relative(place, directory), ONLY_DIRECTORY)
+
+    def env_file_secrets(self) -> dict[str, str]:
+        """Name and value of what looks like a secret in the .env files at the workspace's top."""
+        found = {}
+        for file_name in ENV_FILES:
+            with contextlib.suppress(ToolError):
+                for line in self.read(self.locate(file_name), 100_000).decode("utf-8", "replace").splitlines():
+                    name, _, value = line.strip().removeprefix("export ").partition("=")
+                    value = value.strip().strip("\"'")
+                    if looks_secret(name, value) and is_worth_hiding(value):
+                        found[name.strip()] = value
+        return found
 
 
 # --- Sandbox --------------------------------------------------------------------------------------
-# Runs one shell command with the network off and writes confined to the workspace (bubblewrap).
-# Covered: a command ends when its shell exits, its process group is killed afterwards; no terminal, no standard
-# input; a time limit; output kept as head and tail in bounded memory.
-# Not covered: without bubblewrap a command that leaves its process group survives, and nothing is confined.
+# What confines a command (bubblewrap on Linux, sandbox-exec on macOS), and the running and ending of commands.
+# Covered: in the sandbox nothing outside the workspace and a private /tmp can be written, secrets of the home
+# directory and the agent's own files are not there, the network is off, nothing outlives the call. Everywhere: a
+# command ends when its shell exits, no terminal, no standard input, a time limit, bounded memory, nothing left.
+# Not covered: what is written into the workspace and run later by someone else; CPU and memory use; a unix socket in
+# the home directory; the name of a setuid file that root leaves in the workspace. Without a sandbox nothing is
+# confined, and a process that emptied its environment survives if the agent itself is killed with SIGKILL.
 
-HEAD_BYTES, TAIL_BYTES = 8_000, 24_000
+HEAD_BYTES, TAIL_BYTES = 8_000, 24_000  # of a command's output: what the model is shown
+SPOOL_BYTES, OUTPUT_LIMIT = 64 << 20, 1 << 30  # what is kept on disk; where the command is stopped
 MAX_TIMEOUT_S = 600
 DRAIN_S = 0.5  # how long to read on after the shell has exited: what it started may hold the pipe open for ever
+LEFTOVER_S = 0.25  # what the shell leaves running (tee) may end by itself
+MIN_FREE_BYTES = 500 << 20
+MAX_COMMAND_BYTES = 128_000  # the kernel's limit for one argument
+
+# The shell that runs the command as "$0": no core files, first to go when memory ends. Inside a process namespace
+# of its own it also waits for what the command left running, and says what it stopped.
+PRELUDE = "echo 800 2>/dev/null >/proc/self/oom_score_adj; ulimit -c 0; "
+PLAIN_SHELL = PRELUDE + 'exec SHELL -c "$0"'
+BOXED_SHELL = PRELUDE + (
+    'ulimit -u 2048; exec 3>&2 2>/dev/null; SHELL -c "$0" 2>&3 3>&-; r=$?\n'
+    "for i in 1 2 3 4 5; do set -- /proc/[0-9]*; [ $# -le 2 ] && exit $r; sleep .05; done\n"
+    'echo "[$(($# - 2)) process(es) left running were stopped; background=true keeps one]"; exit $r'
+)
+BOXED_ENVIRONMENT = {
+    "TMPDIR": "/tmp", "PIP_CACHE_DIR": "/tmp/.pip", "UV_CACHE_DIR": "/tmp/.uv", "npm_config_cache": "/tmp/.npm",
+    "GOCACHE": "/tmp/.go",
+}  # fmt: skip
+WATCHER = (  # outlives a killed agent just long enough to end what carries its tag
+    "read -r _; for i in 1 2 3; do for p in /proc/[0-9]*; do"
+    ' grep -qs "$0" "$p/environ" && kill -9 "${p#/proc/}"; done; done'
+)
 
 
-def sandboxed(argv: Sequence[str], workspace: Path, state_dir: Path, network: bool) -> list[str]:
-    """The argument list that runs argv with only the workspace and a private /tmp writable."""
-    scratch = state_dir / "tmp"
-    scratch.mkdir(parents=True, exist_ok=True, mode=0o700)
-    root = str(workspace)
-    box = shlex.split("bwrap --die-with-parent --new-session --unshare-user --unshare-pid --unshare-ipc --unshare-uts")
-    if not network:
-        box.append("--unshare-net")
-    box += shlex.split("--ro-bind / / --dev /dev --proc /proc --ro-bind-try /proc/sys /proc/sys --tmpfs /run")
-    box += ["--ro-bind-try", "/run/systemd/resolve", "/run/systemd/resolve"]
-    box += ["--bind", str(scratch), "/tmp", "--bind", root, root]
-    return [*box, "--cap-drop", "ALL", "--chdir", root, "--", *argv]
+def find_program(name: str, search_path: str, workspace: Path) -> str | None:
+    """The absolute path of a program, never one that lies in the workspace."""
+    for folder in search_path.split(os.pathsep):
+        real = Path(os.path.realpath(folder))
+        if not os.path.isabs(folder) or _is_below(real, workspace):
+            continue
+        if found := shutil.which(name, path=folder):
+            return found
+    return None
 
 
-def probe_sandbox(workspace: Path, state_dir: Path) -> str:
-    """Try the sandbox by effect. Returns "" when it holds, else the reason why it does not."""
+def make_scratch(state_dir: Path) -> tuple[Path, int]:
+    """A new private directory for the /tmp of this run's commands, and the lock that keeps it from being removed.
+
+    Those of runs that are gone are removed. Raises OSError.
+    """
+    parent = state_dir / "tmp"
+    parent.mkdir(parents=True, exist_ok=True)
+    os.chmod(state_dir, 0o700)
+    os.chmod(parent, 0o700)
+    door = os.open(parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(door, fcntl.LOCK_EX)
+        for old in parent.iterdir():
+            with contextlib.suppress(OSError):
+                lock = os.open(old, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(old, ignore_errors=True)
+                finally:
+                    os.close(lock)
+        scratch = Path(tempfile.mkdtemp(dir=parent, prefix="run-"))
+        lock = os.open(scratch, os.O_RDONLY | os.O_DIRECTORY)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return scratch, lock
+    finally:
+        os.close(door)
+
+
+def seatbelt_profile(workspace: Workspace, network: bool, read_only: bool) -> str:
+    """The profile for macOS' sandbox-exec; the last matching rule wins. Written from its documentation, not tried."""
+
+    def quoted(path: Path) -> str:
+        return json.dumps(str(path), ensure_ascii=False)
+
+    git = workspace.root / ".git"
+    writable = [workspace.scratch or workspace.root] + ([] if read_only else [workspace.root])
+    rules = ["(version 1)", "(deny default)", '(import "system.sb")', "(allow process-exec process-fork)"]
+    rules += ["(allow signal (target same-sandbox))", "(allow file-read*)", '(allow file-write* (subpath "/dev/fd"))']
+    rules += [f"(allow file-write* (subpath {quoted(path)}))" for path in writable]
+    rules += [f"(deny file-read* file-write* (subpath {quoted(path)}))" for path in workspace.hidden]
+    rules += [f"(allow file-read* file-write* (subpath {quoted(workspace.scratch or workspace.root)}))"]
+    rules += [f"(deny file-write* (subpath {quoted(git / 'hooks')}) (literal {quoted(git / 'config')}))"]
+    rules += [f"(deny file-write* (literal {quoted(Path(os.path.realpath(__file__)))}))"]
+    rules += ["(allow network*)"] if network else []
+    return "\n".join(rules)
+
+
+@dataclass(frozen=True)
+class Sandbox:
+    """How commands are confined on this machine.
+
+    `level` 0: everything; 1: bubblewrap before 0.8 (nested user namespaces, no limit for /dev/shm); 2: also
+    without a /proc of its own, as in many containers.
+    """
+
+    program: str
+    workspace: Workspace
+    shell: str
+    level: int = 0
+
+    @functools.cached_property
+    def _begin(self) -> list[str]:
+        """The part of the argument list that never changes."""
+        begin = [self.program, *shlex.split("--die-with-parent --new-session --unshare-user --unshare-pid")]
+        begin += shlex.split("--unshare-ipc --unshare-uts --unshare-cgroup-try --cap-drop ALL --ro-bind / / --dev /dev")
+        begin += ["--disable-userns"] if self.level == 0 else []
+        # As root, /proc/sys/kernel/core_pattern would be writable, and is code that the kernel runs as root.
+        begin += shlex.split("--proc /proc --ro-bind-try /proc/sys /proc/sys") if self.level < 2 else []
+        begin += shlex.split("--tmpfs /run --ro-bind-try /run/systemd/resolve /run/systemd/resolve")
+        begin += shlex.split(f"--size {256 << 20} --perms 1777 --tmpfs /dev/shm") if self.level == 0 else []
+        scratch = str(self.workspace.scratch)
+        return [*begin, "--bind", scratch, "/tmp", "--bind", scratch, "/var/tmp"]
+
+    def _protected(self, read_only: bool) -> Iterator[str]:
+        """The workspace, what must not be changed in it, and what is hidden: only what exists, so for each call anew.
+
+        A mount point that does not exist would fail on the read-only root and, in the workspace, be left behind.
+        """
+        root = str(self.workspace.root)
+        yield from ("--ro-bind" if read_only else "--bind", root, root)
+        git = self.workspace.root / ".git"
+        if git.is_dir() and not git.is_symlink() and not read_only:
+            with contextlib.suppress(OSError):
+                (git / "hooks").mkdir(exist_ok=True)  # a missing one could be made by the command
+            yield from ("--bind", str(git), str(git))  # a mount point cannot be renamed away
+            for path in (git / "hooks", git / "config", git / "config.worktree", git / "modules"):
+                if path.exists():
+                    yield from ("--ro-bind", str(path), str(path))
+        program = os.path.realpath(__file__)
+        if _is_below(Path(program), self.workspace.root):
+            yield from ("--ro-bind", program, program)
+        for path in self.workspace.hidden:
+            if _is_below(path, Path("/tmp")) and not _is_below(path, self.workspace.root):
+                continue  # the private /tmp hides it already
+            if path.is_dir():
+                yield from ("--tmpfs", str(path))
+            elif path.is_file():
+                yield from ("--ro-bind", "/dev/null", str(path))
+
+    def wrap(self, command: str, network: bool, read_only: bool = False, holder: int = 0) -> list[str]:
+        """The argument list that runs a shell command confined. `holder`: join the private network of that process."""
+        if self.program.endswith("sandbox-exec"):
+            profile = seatbelt_profile(self.workspace, network, read_only)
+            return [self.program, "-p", profile, self.shell, "-c", PLAIN_SHELL.replace("SHELL", self.shell), command]
+        join = ["nsenter", "-t", str(holder), "-U", "-n", "--preserve-credentials"] if holder and not network else []
+        alone = [] if network or holder else ["--unshare-net"]
+        script = (BOXED_SHELL if self.level < 2 else PLAIN_SHELL).replace("SHELL", self.shell)
+        end = ["--chdir", str(self.workspace.root), "--", self.shell, "-c", script, command]
+        return [*join, *self._begin, *alone, *self._protected(read_only), *end]
+
+
+APPARMOR_ADVICE = (
+    "the system forbids user namespaces to bubblewrap; on Ubuntu: sudo apt install apparmor-profiles && sudo install"
+    " -m644 /usr/share/apparmor/extra-profiles/bwrap-userns-restrict /etc/apparmor.d/ && sudo apparmor_parser -r"
+    " /etc/apparmor.d/bwrap-userns-restrict"
+)
+
+
+def _probe_script(workspace: Workspace, canary: Path, port: int) -> str:
+    """A script that prints one line for each thing that the sandbox should prevent and does not."""
+    quote = shlex.quote
+    here, home = quote(str(workspace.root)), quote(str(workspace.home or "/"))
+    return f"""echo ran
+        touch {here}/.agent-probe && rm {here}/.agent-probe || echo the workspace is not writable; exec 2>&-
+        touch {home}/.agent-probe
+        cat {quote(str(canary))} && echo session files are readable
+        cat /proc/{os.getpid()}/environ >&- && echo the agent is readable
+        (: </dev/tcp/127.0.0.1/{port}) && echo the network is reachable
+        [ -w /proc/sys/kernel/core_pattern ] && echo kernel settings are writable; :"""
+
+
+def _why_not(output: str) -> str:
+    """The reason why the probe failed, in words that help."""
+    if "RTM_NEWADDR" in output or "uid map: Permission denied" in output:
+        return APPARMOR_ADVICE
+    if "No permissions to create new namespace" in output:
+        return "this container or kernel allows no user namespaces"
+    lines = output.strip().removeprefix("ran").strip().splitlines()
+    return lines[-1] if lines else "the probe printed nothing"
+
+
+def probe_sandbox(workspace: Workspace, state_dir: Path, search_path: str) -> tuple[Sandbox | None, str]:
+    """Try the sandbox by its effect, with the real argument list. Returns (sandbox, "") or (None, why it fails)."""
+    import socket
     import subprocess
 
-    if not shutil.which("bwrap"):
-        return "bubblewrap is not installed"
-    outside = state_dir / "probe"
-    test = f"touch {shlex.quote(str(outside))} 2>/dev/null && echo writes outside the workspace are possible; echo ran"
-    argv = sandboxed(["sh", "-c", test], workspace, state_dir, network=False)
-    try:
-        done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=10)
-    except (OSError, subprocess.TimeoutExpired) as exc:
-        return str(exc)
-    if done.stdout == "ran\n":
-        return ""
-    lines = (done.stdout + done.stderr).strip().splitlines()
-    return lines[0] if lines else f"bwrap ended with status {done.returncode}"
+    name = "sandbox-exec" if sys.platform == "darwin" else "bwrap"
+    program = "/usr/bin/sandbox-exec" if name == "sandbox-exec" else find_program(name, search_path, workspace.root)
+    shell = find_program("bash", search_path, workspace.root)
+    if not program or not os.path.exists(program):
+        return None, "bubblewrap is not installed"
+    if not shell:
+        return None, "there is no bash"
+    if workspace.home and _is_below(Path(os.path.realpath(workspace.home)), workspace.root):
+        return None, "the workspace holds your home directory"
+    reasons = []
+    canary = state_dir / "canary"
+    canary.write_text("canary")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        script = _probe_script(workspace, canary, server.getsockname()[1])
+        for level in (0, 1, 2) if name == "bwrap" else (0,):
+            sandbox = Sandbox(program, workspace, shell, level)
+            try:
+                done = subprocess.run(
+                    sandbox.wrap(script, network=False), cwd=workspace.root, stdin=subprocess.DEVNULL,
+                    capture_output=True, text=True, timeout=10, start_new_session=True,
+                )  # fmt: skip
+            except (OSError, subprocess.TimeoutExpired) as exc:
+                reasons.append(str(exc))
+                continue
+            trace = (workspace.home or Path("/")) / ".agent-probe"
+            if os.path.lexists(trace):  # looked at from here: in there a home below /tmp is another one
+                trace.unlink()
+                reasons.append("the home directory is writable")
+                continue
+            if done.stdout == "ran\n":
+                return sandbox, ""
+            reasons.append(_why_not(done.stdout if "ran\n" in done.stdout else done.stdout + done.stderr))
+    return None, "; ".join(dict.fromkeys(reasons))
 
 
-@dataclass
 class CommandOutput:
-    """The first and last bytes of a stream, in bounded memory."""
+    """A stream of bytes in bounded memory: its first and last ones; all of it on disk once that is not enough.
 
-    head: bytes = b""
-    tail: bytes = b""
-    total: int = 0
+    The spool lies where commands can write too: it is only ever written to, never read back.
+    """
+
+    def __init__(self, spool: Path, spool_name: str, at_once: bool = False) -> None:
+        self.head = b""
+        self.tail = b""
+        self.total = 0
+        self.spool = spool
+        self.spool_name = spool_name
+        self._file: IO[bytes] | None = None
+        self._free_at_start = shutil.disk_usage(spool.parent).free
+        if at_once:
+            self._open_spool()
+
+    def _open_spool(self) -> None:
+        with contextlib.suppress(OSError):
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+            self._file = os.fdopen(os.open(self.spool, flags, 0o600), "wb", buffering=0)
+            self._file.write(self.head + self.tail)
 
     def add(self, data: bytes) -> None:
         """Take the next bytes."""
+        if self._file is None and self.total <= HEAD_BYTES + TAIL_BYTES < self.total + len(data):
+            self._open_spool()
+        if self._file and self.total < SPOOL_BYTES:
+            with contextlib.suppress(OSError):  # a full disk must not end the command's result too
+                self._file.write(data[: SPOOL_BYTES - self.total])
         self.total += len(data)
         room = HEAD_BYTES - len(self.head)
         if room > 0:
             self.head, data = self.head + data[:room], data[room:]
-        if data:
-            self.tail = (self.tail + data)[-TAIL_BYTES:]
+        self.tail = (self.tail + data)[-TAIL_BYTES:]
+
+    def overrun(self) -> str:
+        """Why the command has to be stopped, "" as long as it does not."""
+        if self.total > OUTPUT_LIMIT:
+            return f"stopped after {self.total >> 20} MiB of output"
+        free = shutil.disk_usage(self.spool.parent).free
+        if free < min(MIN_FREE_BYTES, self._free_at_start // 2):
+            return f"stopped because the disk is nearly full ({free >> 20} MiB free)"
+        return ""
+
+    def close(self) -> None:
+        """Nothing more comes."""
+        if self._file:
+            self._file.close()
 
     def text(self) -> str:
-        """What was kept, decoded, with a line that says what is missing."""
+        """What was kept, as text for the model, with a line that says what is missing."""
+        if b"\0" in self.head:
+            where = f", saved in {self.spool_name}" if self._file else ""
+            return f"[binary output, {self.total} bytes{where}]"
         missing = self.total - len(self.head) - len(self.tail)
-        middle = f"\n[... {missing} bytes left out ...]\n".encode() if missing else b""
-        return (self.head + middle + self.tail).decode("utf-8", "replace")
+        note = f"\n[... {missing} bytes left out; all in {self.spool_name} ...]\n" if missing else ""
+        return clean((self.head + note.encode() + self.tail).decode("utf-8", "replace"))
 
 
 @dataclass(frozen=True)
-class CommandEnd:
-    """How a command ended. `status`: its exit code, or None when it was stopped; `how`: in words."""
+class _Process:
+    """A line of the process table."""
 
-    output: str
-    status: int | None
-    how: str
-
-
-async def _kill_group(process: asyncio.subprocess.Process) -> None:
-    """End what is left of the process group, politely first, when the program itself still runs."""
-    for number, patience_s in ((signal.SIGINT, 0.3), (signal.SIGTERM, 0.7), (signal.SIGKILL, 5)):
-        if process.returncode is not None:
-            break
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, number)
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(process.wait(), patience_s)
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
+    parent: int
+    session: int
+    tag: bytes
 
 
-async def run_command(
-    argv: Sequence[str],
-    cwd: Path,
-    environ: Mapping[str, str],
-    timeout_s: float,
-    interrupt: asyncio.Event,
-    emit: Callable[[str], None],
-) -> CommandEnd:
-    """Run one program to its end and return its output, stdout and stderr merged in order.
+def _process_table() -> dict[int, _Process]:
+    """The living processes that we may look at; empty where there is no /proc."""
+    table = {}
+    for name in filter(str.isdigit, os.listdir("/proc") if os.path.isdir("/proc") else ()):
+        with contextlib.suppress(OSError):
+            state, parent, _, session, *_ = Path(f"/proc/{name}/stat").read_bytes().rpartition(b")")[2].split()
+            if state != b"Z":
+                tag = b"?"  # not ours to look at
+                with contextlib.suppress(OSError):
+                    tag = Path(f"/proc/{name}/environ").read_bytes().partition(b"AGENT_CALL=")[2][:32]
+                table[int(name)] = _Process(int(parent), int(session), tag)
+    return table
 
-    `emit` gets pieces of the output as they come. Raises OSError when it cannot be started; every other end
-    (time limit, interrupt) is a CommandEnd that holds the output so far.
-    """
-    started = time.monotonic()
-    output = CommandOutput()
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    reading, writing = os.pipe()  # our own pipe: waiting for a subprocess with stdout=PIPE waits for EOF too
-    os.set_blocking(reading, False)
-    try:
-        process = await asyncio.create_subprocess_exec(
-            *argv, cwd=cwd, env=dict(environ), stdin=asyncio.subprocess.DEVNULL, stdout=writing, stderr=writing,
-            start_new_session=True,
-        )  # fmt: skip
-    except OSError:
-        os.close(reading)
-        raise
-    finally:
-        os.close(writing)
-    ended = asyncio.Event()
-    loop = asyncio.get_running_loop()
 
-    def read() -> None:
+def adopt_orphans() -> None:
+    """Become the parent of what our commands' processes leave behind, so that it is found (Linux)."""
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
+
+
+class Job:
+    """One running command: its processes, what it printed, and its end. Made and used on the event loop."""
+
+    def __init__(
+        self, command: str, argv: Sequence[str], cwd: Path, environ: Mapping[str, str], output: CommandOutput,
+        confined: bool, emit: Callable[[str], None],
+    ) -> None:  # fmt: skip
+        """Start the command; raises OSError or ValueError when that is not possible."""
+        import subprocess
+
+        self.command = command
+        self.output = output
+        self.confined = confined
+        self.started = time.monotonic()
+        self.how = ""  # how it ended, in words
+        self.status: int | None = None  # the exit code of a command that ended by itself
+        self.exited = asyncio.Event()
+        self._emit = emit
+        self._tag = secrets.token_hex(16)
+        self._unseen = b""
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._eof = asyncio.Event()
+        self._pipe, writing = os.pipe()  # our own: a file object's end of file may come long after the exit
+        os.set_blocking(self._pipe, False)
         try:
-            data = os.read(reading, 1 << 16)
+            self.process = subprocess.Popen(
+                argv, cwd=cwd, env={**environ, "AGENT_CALL": self._tag}, stdin=subprocess.DEVNULL, stdout=writing,
+                stderr=writing, start_new_session=True,
+            )  # fmt: skip
+        except (OSError, ValueError):
+            os.close(self._pipe)
+            output.close()
+            raise
+        finally:
+            os.close(writing)
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._pipe, self._read)
+        self._watching = asyncio.ensure_future(self._watch())
+
+    async def _watch(self) -> None:
+        """Set `exited` when the shell has ended."""
+        if hasattr(os, "pidfd_open"):
+            handle, ended = os.pidfd_open(self.process.pid), asyncio.Event()
+            self._loop.add_reader(handle, ended.set)
+            try:
+                await ended.wait()
+            finally:
+                self._loop.remove_reader(handle)
+                os.close(handle)
+        while self.process.poll() is None:
+            await asyncio.sleep(0.02)
+        self.exited.set()
+
+    def _read(self) -> None:
+        try:
+            data = os.read(self._pipe, 1 << 16)
         except BlockingIOError:
             return
         if not data:
-            loop.remove_reader(reading)
-            ended.set()
+            self._close()
             return
-        output.add(data)
-        emit(decoder.decode(data))
+        self.output.add(data)
+        if not self._unseen:  # at most ten updates a second, and of a flood only its end
+            self._loop.call_later(0.1, self._show)
+        self._unseen = (self._unseen + data)[-4096:]
 
-    loop.add_reader(reading, read)
-    status: int | None = None
-    try:
-        status = await interruptible(process.wait(), interrupt, timeout_s)
-        how = f"exit code {status}" if status >= 0 else f"killed by {signal.Signals(-status).name}"
-    except TimeoutError:
-        how = f"timed out after {timeout_s:g} s"
-    except Interrupted:
-        how = "interrupted by the user"
-    finally:
-        await _kill_group(process)
+    def _show(self) -> None:
+        data, self._unseen = self._unseen, b""
+        if data:
+            self._emit(self._decoder.decode(data))
+
+    def _close(self) -> None:
+        if not self._eof.is_set():
+            self._loop.remove_reader(self._pipe)
+            os.close(self._pipe)
+            self.output.close()
+            self._show()
+            self._eof.set()
+
+    def _alive(self) -> set[int]:
+        """The processes of this command: below its shell, adopted by us, or marked with its tag."""
+        if not os.path.isdir("/proc"):
+            try:
+                os.killpg(self.process.pid, 0)
+            except OSError:
+                return set()
+            return {-self.process.pid}  # the process group
+        table, us = _process_table(), os.getpid()
+        tag, own_session = self._tag.encode(), os.getsid(0)
+        found = {pid for pid, entry in table.items() if entry.tag == tag or pid == self.process.pid}
+        if not self.confined:  # an orphan without a tag emptied its environment
+            found |= {p for p, e in table.items() if e.parent == us and e.session != own_session and not e.tag}
+        more = found
+        while more := {pid for pid, entry in table.items() if entry.parent in found} - found:
+            found |= more
+        return found & table.keys()
+
+    async def run(self, timeout_s: float, interrupt: asyncio.Event) -> None:
+        """Wait for the end: the shell's exit, the limit, the interrupt. Then nothing of the command is left."""
+        reason = "stopped"
+        try:
+            reason = await self._until_end(timeout_s, interrupt)
+        finally:
+            await self.end(reason)
+
+    async def _until_end(self, timeout_s: float, interrupt: asyncio.Event) -> str:
+        """Why the waiting is over; "" when the shell has exited."""
+        deadline = time.monotonic() + timeout_s
+        while not self.exited.is_set():
+            rest_s = deadline - time.monotonic()
+            if rest_s <= 0:
+                return f"timed out after {timeout_s:g} s"
+            if reason := self.output.overrun():
+                return reason
+            try:
+                await interruptible(self.exited.wait(), interrupt, min(rest_s, 0.5))
+            except TimeoutError:
+                continue
+            except Interrupted:
+                return "interrupted by the user"
+        return ""
+
+    async def end(self, reason: str) -> None:
+        """Stop what still runs, read what is still in the pipe, and note how it ended."""
+        code = self.process.returncode
+        left = await self._stop()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(ended.wait(), DRAIN_S)
-        loop.remove_reader(reading)
-        os.close(reading)
-    return CommandEnd(output.text(), status, f"{how}, {time.monotonic() - started:.1f} s")
+            await asyncio.wait_for(self._eof.wait(), DRAIN_S)
+        self._close()
+        if not reason and code is not None:
+            self.status = code
+            number = -code if code < 0 else code - 128
+            named = f" ({signal.Signals(number).name})" if number in set(signal.Signals) else ""
+            reason = f"exit code {code if code >= 0 else 128 + number}{named}"
+            reason += f"; {left} process(es) left running were stopped; background=true keeps one" if left else ""
+        self.how = f"{reason}, {time.monotonic() - self.started:.1f} s"
+
+    async def _stop(self) -> int:
+        """End the processes, politely first; how many there were. bwrap itself is only killed: it ends all at once."""
+        if self.exited.is_set() and self.confined:
+            return 0  # the process namespace is gone, and all in it
+        left, spared = 0, {self.process.pid} if self.confined else set()
+        polite = [(0, LEFTOVER_S)] if self.exited.is_set() else [(signal.SIGINT, 0.3)]
+        for number, patience_s in (*polite, (signal.SIGTERM, 0.7), (signal.SIGKILL, 2.0)):
+            told: set[int] = set()
+            deadline = time.monotonic() + patience_s
+            while (alive := self._alive()) and time.monotonic() < deadline:
+                left = max(left, len(alive)) if number else left
+                for pid in alive - told - (spared if number != signal.SIGKILL else set()):
+                    with contextlib.suppress(OSError):
+                        os.kill(pid, number)
+                told |= alive if number != signal.SIGKILL else set()
+                await asyncio.sleep(0.03)
+                self._reap(told | alive)
+            if not alive:
+                break
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.exited.wait(), 2)
+        return left
+
+    def _reap(self, pids: Iterable[int]) -> None:
+        """Bury adopted children; never all of them, others wait for theirs."""
+        for pid in pids:
+            if pid > 0 and pid != self.process.pid:
+                with contextlib.suppress(OSError):
+                    os.waitpid(pid, os.WNOHANG)
+
+    def kill(self) -> None:
+        """End everything at once, without waiting: for the end of the program."""
+        for _ in range(3):
+            for pid in self._alive():
+                with contextlib.suppress(OSError):
+                    os.kill(pid, signal.SIGKILL)
+
+
+class Jobs:
+    """Starts commands and keeps those in the background. One for a run of the program; `close` ends them all."""
+
+    def __init__(
+        self,
+        workspace: Workspace,
+        environ: Mapping[str, str],
+        sandbox: Sandbox | None = None,
+        folder: Path | None = None,
+    ) -> None:
+        """`folder`: where whole outputs are kept; removed in the end. In the sandbox it is /tmp."""
+        self.workspace = workspace
+        self.sandbox = sandbox
+        self._folder = folder
+        self.background: dict[int, Job] = {}
+        self._environ = environ
+        self._shell = find_program("bash", self._search_path(), workspace.root) or "/bin/sh"
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._told: set[int] = set()
+        self._holder: subprocess.Popen[bytes] | None = None
+        self._holder_pid = 0
+        self._watcher: subprocess.Popen[bytes] | None = None
+        self._session_tag = secrets.token_hex(16)
+
+    def _search_path(self) -> str:
+        return self._environ.get("PATH", os.defpath)
+
+    @property
+    def folder(self) -> Path:
+        """Where whole outputs are kept."""
+        if self._folder is None:
+            self._folder = Path(tempfile.mkdtemp(prefix="agent-output-"))
+        return self._folder
+
+    def _network_holder(self, sandbox: Sandbox) -> int:
+        """A process whose private network the sandboxed calls share from now on, so that they reach a server of ours.
+
+        0 where it cannot be had. It ends with us. Started for the first background job only.
+        """
+        import subprocess
+
+        nsenter = find_program("nsenter", self._search_path(), self.workspace.root)
+        if self._holder is None and nsenter and sandbox.program.endswith("bwrap"):
+            argv = [sandbox.program, *shlex.split("--die-with-parent --unshare-user --unshare-net --bind / /")]
+            argv += [sandbox.shell, "-c", "echo $$; exec sleep infinity"]
+            environ = {"PATH": self._search_path(), "AGENT_CALL": "holder"}
+            self._holder = subprocess.Popen(
+                argv, env=environ, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, start_new_session=True
+            )
+        if self._holder and self._holder.stdout and not self._holder_pid:
+            self._holder_pid = int(self._holder.stdout.readline() or 0)
+        return self._holder_pid
+
+    def _watch_over(self) -> None:
+        """See to it that unsandboxed commands are found when they go astray, and end when we are killed."""
+        import subprocess
+
+        if self._watcher is None and os.path.isdir("/proc"):
+            adopt_orphans()
+            argv = ["/bin/sh", "-c", WATCHER, self._session_tag]
+            environ = {"PATH": self._search_path(), "AGENT_CALL": "watcher"}
+            self._watcher = subprocess.Popen(argv, env=environ, stdin=subprocess.PIPE, start_new_session=True)
+
+    def start(
+        self, command: str, emit: Callable[[str], None] = lambda text: None, *, network: bool = False,
+        unsandboxed: bool = False, read_only: bool = False, background: bool = False,
+    ) -> Job:  # fmt: skip
+        """Start a command; raises OSError or ValueError when that is not possible."""
+        sandbox = None if unsandboxed else self.sandbox
+        if sandbox:
+            holder = self._network_holder(sandbox) if background and not network else self._holder_pid
+            argv = sandbox.wrap(command, network, read_only, holder)
+            environ = {**self._environ, **BOXED_ENVIRONMENT}
+        else:
+            self._watch_over()
+            argv = [self._shell, "-c", PLAIN_SHELL.replace("SHELL", self._shell), command]
+            environ = {**self._environ, "AGENT_SESSION": self._session_tag}
+        number = max(self.background, default=0) + 1
+        name = f"job-{number}.log" if background else f"call-{secrets.token_hex(4)}.log"
+        output = CommandOutput(self.folder / name, f"/tmp/{name}" if sandbox else str(self.folder / name), background)
+        in_namespace = bool(sandbox and sandbox.program.endswith("bwrap"))
+        job = Job(command, argv, self.workspace.root, environ, output, in_namespace, emit)
+        if background:
+            self.background[number] = job
+            self._tasks[number] = asyncio.ensure_future(job.run(math.inf, asyncio.Event()))
+        return job
+
+    async def stop(self, number: int) -> str:
+        """End a background job; a line that says so."""
+        job = self.background.get(number)
+        if job is None:
+            return f"there is no job {number}"
+        self._tasks[number].cancel()
+        await asyncio.gather(self._tasks[number], return_exceptions=True)
+        return self.describe(number)
+
+    def describe(self, number: int) -> str:
+        """One line about a background job."""
+        job = self.background[number]
+        state = job.how or f"running for {time.monotonic() - job.started:.0f} s"
+        return f"job {number}: {state}, output in {job.output.spool_name}: {one_line(job.command)}"
+
+    def news(self) -> list[str]:
+        """One line for each background job that has ended since this was asked last."""
+        ended = [number for number, job in self.background.items() if job.how and number not in self._told]
+        self._told.update(ended)
+        return [self.describe(number) for number in ended]
+
+    async def close(self) -> None:
+        """End all jobs; nothing is left, on disk neither."""
+        for number in self.background:
+            if not self.background[number].how:
+                await self.stop(number)
+        for helper in filter(None, (self._holder, self._watcher)):
+            helper.kill()
+            helper.wait()
+        if self._folder:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
 
 # --- Tools ----------------------------------------------------------------------------------------
 # The four tools, each with its JSON schema beside it, and the check of what the model passes to them.
-# A tool returns a ToolResult or raises ToolError; both end as the answer to the call.
+# A tool returns a ToolResult or raises ToolError; both end as the answer to the call. `preview` says beforehand what
+# a call would do, without doing it: that is what approval decides on.
 
 Risk = Literal["read", "write", "exec"]
 
 
 @dataclass
 class ToolContext:
-    """What a running tool may use."""
+    """What a running tool may use. `read_only`: commands must not change the workspace."""
 
     config: Config
     workspace: Workspace
-    sandbox: bool
+    sandbox: Sandbox | None
     interrupt: asyncio.Event
     emit: Callable[[str], None] = lambda text: None
+    jobs: Jobs = None  # type: ignore[assignment]
+    read_only: bool = False
+
+    def __post_init__(self) -> None:
+        if self.jobs is None:
+            self.jobs = Jobs(self.workspace, self.config.command_environment, self.sandbox)
+
+    def secrets(self) -> dict[str, str]:
+        """Name and value of the secrets that are hidden from the model and the session log."""
+        return {**self.workspace.env_file_secrets(), **self.config.secrets}
+
+
+@dataclass(frozen=True)
+class Preview:
+    """What one call would do. `detail`: the whole command or the diff; `concern`: what speaks against it, or "".
+
+    `reason`: the model's own words. `harmless`: it only looks, in the workspace. `confined`: by the sandbox.
+    """
+
+    risk: Risk
+    subject: str
+    detail: str = ""
+    concern: str = ""
+    reason: str = ""
+    harmless: bool = False
+    confined: bool = False
 
 
 @dataclass(frozen=True)
 class Tool:
-    """A capability offered to the model. `preview` says for the user what a call would do."""
+    """A capability offered to the model. `source`: what its results make the model read, "" when nothing foreign."""
 
     name: str
     description: str
     parameters: dict[str, Any]
     risk: Risk
     run: Callable[[ToolContext, dict[str, Any]], Awaitable[ToolResult]]
-    preview: Callable[[ToolContext, dict[str, Any]], str]
+    preview: Callable[[ToolContext, dict[str, Any]], Preview]
+    source: str = ""
 
 
 def _object(required: Sequence[str], **properties: dict[str, Any]) -> dict[str, Any]:
@@ -895,73 +1679,299 @@ def _boolean(description: str) -> dict[str, Any]:
     return {"type": "boolean", "description": description}
 
 
+LOOKING = {
+    "cat": "", "cut": "", "du": "", "file": "-[a-zA-Z]*C.*|--compile",
+    "grep": "-[a-zA-Z]*[Rf].*|--dereference.*|--file.*", "head": "", "ls": "", "md5sum": "", "nl": "", "pwd": "",
+    "sha256sum": "", "stat": "", "tail": "-[a-z0-9]*[fF].*|--follow.*|--retry", "wc": "--files0-from.*",
+}  # fmt: skip
+"""Programs that only look, and the options (a regular expression) with which they do more."""
+LOOKING_GIT = ("status", "log", "diff", "show", "ls-files", "rev-parse")
+LOOKING_GIT_NOT = "-O.*|--output.*|--ext.*|--textconv|--exec.*"
+RISKY_GIT_CONFIG = re.compile(r"fsmonitor|hookspath|external|textconv|filter|pager|alias|include|command|program", re.I)
+GIT_LINK = b"\0\0\xe0\0"  # the mode of a nested repository in git's index
+
+
+def _git_only_looks(workspace: Workspace) -> bool:
+    """Whether the repository runs nothing of its own when git looks at it: no hooks, no programs in its settings."""
+    git = workspace.root / ".git"
+    try:
+        settings = (git / "config").read_text("utf-8", "replace")
+        hooks = [hook for hook in (git / "hooks").iterdir() if not hook.name.endswith(".sample")]
+        nested = (git / "index").exists() and GIT_LINK in (git / "index").read_bytes()
+    except OSError:
+        return False
+    return not (RISKY_GIT_CONFIG.search(settings) or hooks or nested or (git / "config.worktree").exists())
+
+
+def _part_only_looks(words: Sequence[str], workspace: Workspace) -> bool:
+    """The same for one program with its arguments."""
+    program, *arguments = words
+    options = [argument for argument in arguments if argument.startswith("-")]
+    if program == "git":
+        if not arguments or arguments[0] not in LOOKING_GIT or not _git_only_looks(workspace):
+            return False
+        refused = LOOKING_GIT_NOT
+    elif program in LOOKING:
+        refused = LOOKING[program]
+    else:
+        return False
+    if any(re.fullmatch(refused, option) for option in options):
+        return False
+    for argument in arguments:
+        place = workspace.locate(argument.partition("=")[2] if argument.startswith("-") else argument)
+        if place.zone != "workspace" or workspace.concern(place, writing=False):
+            return False
+    return True
+
+
+def only_looks(command: str, workspace: Workspace, search_path: str) -> bool:
+    """Whether a command does no more than look at the workspace. Saves questions; it is not a protection.
+
+    Knows a few programs with their options, and says no to all else: to every character that means something to a
+    shell, to paths that lead outside, to what may hold secrets.
+    """
+    folders = search_path.split(os.pathsep)
+    planted = any(not os.path.isabs(f) or _is_below(Path(os.path.realpath(f)), workspace.root) for f in folders)
+    if planted or not re.fullmatch(r"""[\w@%+=:,./^ '"|&-]+""", command, re.ASCII):
+        return False
+    try:
+        parts = [shlex.split(part) for part in re.split(r" (?:&&|\|\||\|) ", command)]
+        return all(part and not {"|", "&"} & set("".join(part)) and _part_only_looks(part, workspace) for part in parts)
+    except (ValueError, ToolError):
+        return False
+
+
+EDITOR = re.compile(
+    r"(?:^|[;&|(]\s*)(vi|vim|nvim|nano|emacs|pico)(?![\w./-])(?!.* (?:-[eE]?s|--version|--help|--?batch)\b)"
+)
+NO_NETWORK = re.compile(
+    r"could not resolve|name resolution|network is unreachable|connection refused|getaddrinfo|enotfound|eai_again", re.I
+)
+MAX_BACKGROUND = 8
+FIRST_LOOK_S = 1.0  # how long a background job is watched, to see it fail at once
+
+
+def _hint(output: str, network: bool) -> str:
+    """Why the sandbox may have made a command fail, and what the model can do about it; "" as a rule."""
+    if "bwrap: " in output[:200]:
+        return "\n[the sandbox could not be started, so nothing was run]"
+    if "Read-only file system" in output or "Device or resource busy" in output:
+        what = "only the workspace (without .git/config and .git/hooks) and /tmp can be written"
+        return f"\n[sandbox: {what}; unsandboxed=true asks the user]"
+    if not network and NO_NETWORK.search(output):
+        return "\n[sandbox: the network is off; network=true asks the user]"
+    return ""
+
+
+async def _job_command(jobs: Jobs, command: str) -> ToolResult | None:
+    """What `jobs` and `kill %N` do here, where each call is a shell of its own; None for any other command."""
+    if command.strip() == "jobs":
+        return ToolResult("\n".join(map(jobs.describe, jobs.background)) or "no jobs")
+    found = re.fullmatch(r"\s*kill\s+(?:-\w+\s+)?%(\d+)\s*", command)
+    return ToolResult(await jobs.stop(int(found[1]))) if found else None
+
+
 async def run_shell_command(context: ToolContext, arguments: dict[str, Any]) -> ToolResult:
     """Run a command in the workspace. The result: its output, then a line with exit code and time."""
-    command = arguments["command"]
-    timeout_s = min(float(arguments.get("timeout_s") or context.config.shell_timeout_s), MAX_TIMEOUT_S)
-    argv = [shutil.which("bash") or "/bin/sh", "-c", command]
-    if context.sandbox:
-        argv = sandboxed(argv, context.workspace.root, context.config.state_dir, context.config.network)
-    environ = context.config.command_environment
+    command, jobs = arguments["command"], context.jobs
+    if result := await _job_command(jobs, command):
+        return result
+    if "\0" in command or len(command.encode()) > MAX_COMMAND_BYTES:
+        raise ToolError("The command holds a NUL or is over 128 kB. Write it to a file and run that.")
+    if editor := EDITOR.search(command):
+        raise ToolError(f"There is no terminal for {editor[1]}. Use write_to_file.")
+    background = bool(arguments.get("background"))
+    if background and sum(not job.how for job in jobs.background.values()) >= MAX_BACKGROUND:
+        raise ToolError(f"{MAX_BACKGROUND} jobs run already. Stop one with: kill %N")
+    network = bool(arguments.get("network") or context.config.network)
+    unsandboxed = bool(arguments.get("unsandboxed"))
     try:
-        end = await run_command(argv, context.workspace.root, environ, timeout_s, context.interrupt, context.emit)
+        job = jobs.start(
+            command, context.emit, network=network, unsandboxed=unsandboxed, read_only=context.read_only,
+            background=background,
+        )  # fmt: skip
     except (OSError, ValueError) as exc:
         raise ToolError(f"The command could not be started: {exc}.") from None
-    output = clean(end.output).strip("\n")
-    return ToolResult(f"{output}\n[{end.how}]".lstrip(), is_error=end.status != 0)
+    if background:
+        with contextlib.suppress(TimeoutError):
+            await interruptible(job.exited.wait(), context.interrupt, FIRST_LOOK_S)
+        number = max(jobs.background)
+        how = "" if job.exited.is_set() else f"; stop it with: kill %{number}"
+        return ToolResult(f"{job.output.text()}\n[{jobs.describe(number)}{how}]".lstrip())
+    wanted_s = float(arguments.get("timeout_s") or 0)
+    await job.run(min(wanted_s if wanted_s > 0 else context.config.shell_timeout_s, MAX_TIMEOUT_S), context.interrupt)
+    output = job.output.text().strip("\n")
+    hint = _hint(output, network) if context.sandbox and not unsandboxed and job.status else ""
+    news = "".join(f"\n[{line}]" for line in jobs.news())
+    return ToolResult(f"{output}\n[{job.how}]{hint}{news}".lstrip(), is_error=job.status != 0)
+
+
+def _preview_command(context: ToolContext, arguments: dict[str, Any]) -> Preview:
+    command = arguments["command"]
+    unsandboxed, network = bool(arguments.get("unsandboxed")), bool(arguments.get("network"))
+    concern = ""
+    if not context.sandbox:
+        concern = "there is no sandbox"
+    elif unsandboxed:
+        concern = "outside the sandbox"
+    elif network and not context.config.network:
+        concern = "with the network"
+    search_path = context.config.command_environment.get("PATH", os.defpath)
+    special = unsandboxed or network or arguments.get("background")
+    return Preview(
+        "exec", one_line(command), command, concern, arguments.get("reason") or "",
+        harmless=not special and only_looks(command, context.workspace, search_path), confined=not concern,
+    )  # fmt: skip
 
 
 RUN_SHELL_COMMAND = Tool(
     name="run_shell_command",
-    description="Run a shell command in the workspace; each call starts there anew. There is no terminal and no"
-    " standard input. Returns the output and the exit code.",
+    description="Run a bash command. Each call is a new shell that starts in the workspace (use `cd x && ...`), without"
+    " terminal and standard input. In the sandbox only the workspace and /tmp can be written, and there is no network."
+    " Returns the output and the exit code.",
     parameters=_object(
         ["command"],
-        command=_text("The command, as for bash -c."),
-        timeout_s=_integer("Time limit in seconds, at most 600."),
+        command=_text("The command."),
+        timeout_s=_integer("Time limit in seconds, default 120, at most 600."),
+        background=_boolean("Keep it running after the call, as a server; `jobs` lists, `kill %N` stops."),
+        network=_boolean("With network; the user is asked."),
+        unsandboxed=_boolean("Outside the sandbox; the user is asked."),
+        reason=_text("Why, for the user who is asked."),
     ),
     risk="exec",
     run=run_shell_command,
-    preview=lambda context, arguments: str(arguments["command"]),
+    preview=_preview_command,
+    source="output of commands",
 )
 
 
-def _list_directory(root: Path, depth: int, pattern: str) -> list[str]:
-    """Names below root, directories with a slash, sorted; a directory's content follows it."""
-    names: list[str] = []
+def ignore_rule(line: str, folder: str) -> tuple[re.Pattern[str], bool, bool] | None:
+    """(pattern for paths relative to the workspace, is a negation, only for directories) of a line in .gitignore."""
+    line = line.rstrip("\n").rstrip(" ")
+    if not line or line.startswith("#"):
+        return None
+    negated, line = line.startswith("!"), line.removeprefix("!").removeprefix("\\")
+    only_directories, line = line.endswith("/"), line.rstrip("/")
+    anywhere = "/" not in line
+    regex = "".join(
+        {"**/": "(?:.*/)?", "/**": "/.*", "**": ".*", "*": "[^/]*", "?": "[^/]"}.get(part)
+        or (re.sub(r"^\[!", "[^", part) if part.startswith("[") else re.escape(part))
+        for part in re.findall(r"\*\*/|/\*\*|\*\*|\*|\?|\[[^\]/]+\]|[^*?\[/]+|.", line.removeprefix("/"))
+    )
+    begin = re.escape(f"{folder}/" if folder else "")
+    try:
+        return re.compile(begin + ("(?:.*/)?" if anywhere else "") + regex), negated, only_directories
+    except re.error:
+        return None
 
-    def walk(directory: Path, prefix: str, levels: int) -> None:
-        entries = sorted(os.scandir(directory), key=lambda entry: entry.name)
-        for entry in entries:
-            is_directory = entry.is_dir(follow_symlinks=False)
-            name = prefix + entry.name
-            if not pattern or fnmatch.fnmatch(name, pattern) or fnmatch.fnmatch(entry.name, pattern):
-                names.append(name + "/" * is_directory)
-            if is_directory and levels > 1 and entry.name != ".git":
-                walk(Path(entry.path), name + "/", levels - 1)
 
-    walk(root, "", depth)
-    return names
+class FileLister:
+    """Lists names below a directory, level by level, so that a cap leaves out the deepest ones."""
+
+    MAX_NAMES, MAX_ENTRIES = 1000, 300_000
+
+    def __init__(self, workspace: Workspace, place: Place, depth: int, pattern: str) -> None:
+        self.workspace = workspace
+        self.place = place
+        self.depth = depth
+        self.pattern = pattern
+        self.ignored = 0
+        self.unread = 0  # directories that were not looked into, because there is too much
+        self._rules: list[tuple[re.Pattern[str], bool, bool]] = []
+
+    def names(self) -> list[str]:
+        """The names, relative to the directory, sorted, directories with a slash; at most MAX_NAMES + 1."""
+        self._read_rules(".git/info/exclude", "")
+        above = self.place.path.relative_to(self.workspace.root).parts if self.place.zone == "workspace" else ()
+        for index in range(len(above)):
+            folder = "/".join(above[:index])
+            self._read_rules(f"{folder}/.gitignore".lstrip("/"), folder)
+        if any(self._is_ignored("/".join(above[: index + 1]), True) for index in range(len(above))):
+            self._rules = []  # asked for by name: show all of it
+        top = "/".join(above)
+        names: list[str] = []
+        level, entries = [""], 0
+        for _ in range(self.depth):
+            inner: list[str] = []
+            for folder in level:
+                if len(names) > self.MAX_NAMES or entries > self.MAX_ENTRIES:
+                    self.unread += 1
+                    continue
+                for name, is_directory in self._entries(folder, f"{top}/{folder}".strip("/")):
+                    entries += 1
+                    if not self.pattern or self._matches(name):
+                        names.append(escape(name, keep="") + "/" * is_directory)
+                    if is_directory and name.rpartition("/")[2] != ".git":
+                        inner.append(name)
+            level = inner
+        return sorted(names)
+
+    def _matches(self, name: str) -> bool:
+        path = Path(name)
+        return fnmatch.fnmatch(name, self.pattern) or fnmatch.fnmatch(path.name, self.pattern.removeprefix("**/"))
+
+    def _entries(self, folder: str, from_root: str) -> Iterator[tuple[str, bool]]:
+        """(name, is a directory) of what is in a folder and not ignored; a folder that cannot be read is empty."""
+        here = dataclasses.replace(self.place, path=self.place.path / folder)
+        try:
+            directory = self.workspace.open(here, os.O_RDONLY | os.O_DIRECTORY)
+        except OSError:
+            if not folder:
+                raise
+            return
+        try:
+            with os.scandir(directory) as found:
+                entries = sorted((entry.name, entry.is_dir(follow_symlinks=False)) for entry in found)
+        finally:
+            os.close(directory)
+        if (".gitignore", False) in entries and self.place.zone == "workspace":
+            self._read_rules(f"{from_root}/.gitignore".lstrip("/"), from_root)
+        for name, is_directory in entries:
+            if self._is_ignored(f"{from_root}/{name}".lstrip("/"), is_directory):
+                self.ignored += 1
+            else:
+                yield f"{folder}/{name}".lstrip("/"), is_directory
+
+    def _read_rules(self, path: str, folder: str) -> None:
+        with contextlib.suppress(ToolError):
+            place = Place(self.workspace.root / path, "workspace", path)
+            text = self.workspace.read(place, 100_000).decode("utf-8", "replace")
+            self._rules += filter(None, (ignore_rule(line, folder) for line in text.splitlines()))
+
+    def _is_ignored(self, path: str, is_directory: bool) -> bool:
+        for pattern, negated, only_directories in reversed(self._rules):
+            if (is_directory or not only_directories) and pattern.fullmatch(path):
+                return not negated
+        return False
 
 
 async def list_files(context: ToolContext, arguments: dict[str, Any]) -> ToolResult:
     """List a directory, one name per line, directories with a slash."""
-    path = context.workspace.resolve(arguments.get("directory") or ".")
-    depth = max(1, arguments.get("depth") or 1)
+    place = context.workspace.locate(arguments.get("directory") or ".")
     pattern = arguments.get("glob") or ""
+    depth = max(1, arguments.get("depth") or (99 if pattern else 1))
+    lister = FileLister(context.workspace, place, depth, pattern)
     try:
-        names = await asyncio.to_thread(_list_directory, path, 99 if pattern and depth == 1 else depth, pattern)
+        names = await asyncio.to_thread(lister.names)
     except OSError as exc:
-        raise ToolError(f"{arguments.get('directory')}: {exc.strerror}.") from None
-    shown = [clean(name) for name in names[:1000]]
-    if len(names) > len(shown):
-        shown.append(f"[... {len(names) - len(shown)} more; name a subdirectory or a glob ...]")
-    return ToolResult("\n".join(shown) or "(empty directory)")
+        raise ToolError(f"{place.name}: {exc.strerror}.") from None
+    shown = names[: lister.MAX_NAMES] or ["(nothing matches)" if pattern else "(empty directory)"]
+    if len(names) > len(shown) or lister.unread:
+        shown.append("[... there is more; name a subdirectory or a glob ...]")
+    if lister.ignored:
+        shown.append(f"[{lister.ignored} entries that git ignores are left out]")
+    return ToolResult("\n".join(shown))
+
+
+def _preview_reading(context: ToolContext, arguments: dict[str, Any]) -> Preview:
+    place = context.workspace.locate(arguments.get("path") or arguments.get("directory") or ".")
+    concern = context.workspace.concern(place, writing=False)
+    return Preview("read", place.name, str(place.path), concern, harmless=not concern)
 
 
 LIST_FILES = Tool(
     name="list_files",
-    description="List a directory of the workspace, one name per line, directories with a slash.",
+    description="List a directory, one name per line, directories with a slash. What git ignores is left out.",
     parameters=_object(
         [],
         directory=_text("Relative path; default: the workspace."),
@@ -970,79 +1980,158 @@ LIST_FILES = Tool(
     ),
     risk="read",
     run=list_files,
-    preview=lambda context, arguments: str(arguments.get("directory") or "."),
+    preview=_preview_reading,
+    source="names of files",
 )
 
 
 @dataclass(frozen=True)
 class TextFile:
-    """A text file's content and what has to be kept when it is written again."""
+    """A text file's content, line ends as they are, and what has to be kept when it is written again."""
 
     text: str
-    encoding: str
-    line_end: str
+    encoding: str = "utf-8"
+    mark: bytes = b""
+    line_end: str = "\n"
+
+    def encode(self, text: str) -> bytes:
+        """The bytes of another text in the same form; raises ToolError for characters that it cannot hold."""
+        try:
+            return self.mark + text.encode(self.encoding, "surrogateescape" if self.encoding == "utf-8" else "strict")
+        except UnicodeEncodeError as exc:
+            char = escape(exc.object[exc.start], keep="")
+            raise ToolError(f"The file is in {self.encoding}, which has no {char!r}. Write plain characters.") from None
 
 
-def decode_file(data: bytes) -> TextFile:
-    """Decode so that nothing is lost: undecodable bytes survive as surrogates, line ends are remembered."""
-    encoding = "utf-8-sig" if data.startswith(codecs.BOM_UTF8) else "utf-8"
-    text = data.decode(encoding, "surrogateescape")
-    crlf = text.count("\r\n")
-    return TextFile(text, encoding, "\r\n" if crlf * 2 > text.count("\n") else "\n")
+MARKS = ((codecs.BOM_UTF8, "utf-8"), (codecs.BOM_UTF16_LE, "utf-16-le"), (codecs.BOM_UTF16_BE, "utf-16-be"))
 
 
-def encode_file(text: str, like: TextFile) -> bytes:
-    """Encode text as the file was: its encoding, its byte order mark, its line ends."""
-    if like.line_end == "\r\n":
-        text = re.sub(r"\r?\n", "\r\n", text)
-    return text.encode(like.encoding, "surrogateescape")
+def decode_file(data: bytes, name: str) -> TextFile:
+    """Decode so that nothing is lost: encoding it again gives the same bytes. Raises ToolError for a binary file."""
+    mark, encoding = next(((mark, name) for mark, name in MARKS if data.startswith(mark)), (b"", "utf-8"))
+    body = data[len(mark) :]
+    if encoding == "utf-8":
+        if b"\0" in body[:8000]:
+            raise ToolError(f"{name} is a binary file of {len(data)} bytes.")
+        text = body.decode("utf-8", "surrogateescape")
+        undecodable = _SURROGATES.search(text)
+        if undecodable and not re.search("[^\0-\x7f\ud800-\udfff]", text):  # no UTF-8 in it at all
+            encoding = "cp1252"
+            try:
+                text = body.decode(encoding)
+            except UnicodeDecodeError:
+                encoding = "latin-1"
+                text = body.decode(encoding)
+    else:
+        text = body.decode(encoding, "replace")
+        if text.encode(encoding, "replace") != body:
+            raise ToolError(f"{name} is a binary file of {len(data)} bytes.")
+    returns = text.count("\r\n")
+    return TextFile(text, encoding, mark, "\r\n" if returns * 2 > text.count("\n") else "\n")
 
 
-NEW_FILE = TextFile("", "utf-8", "\n")
+def _numbered(lines: Sequence[str], first: int) -> str:
+    return "\n".join(f"{number:6}  {line.rstrip()}" for number, line in enumerate(lines, first))
 
 
-def _current(workspace: Workspace, path: Path) -> TextFile:
-    return decode_file(workspace.read_bytes(path)) if path.exists() else NEW_FILE
+def _nearest(text: str, wanted: str) -> str:
+    """The places of a text that are most like `wanted`, with line numbers, as an aid to copy the right lines."""
+    lines, sought = text.splitlines(), wanted.strip("\n").splitlines() or [""]
+    bare = [line.strip() for line in lines]
+    stripped = [line.strip() for line in sought]
+    starts = [i for i in range(len(bare) - len(stripped) + 1) if bare[i : i + len(stripped)] == stripped]
+    about = "It is there with other white space"
+    if not starts:
+        about = "The nearest lines"
+        index = max(range(len(sought)), key=lambda i: len(stripped[i]))  # the most telling line
+        candidates = dict.fromkeys(line for line in bare[:20_000] if line and len(line) < 1000)
+        near = difflib.get_close_matches(stripped[index], candidates, 3, 0.6)
+        starts = [max(0, bare.index(line) - index) for line in near]
+    parts = [_numbered(lines[start : start + min(len(sought), 12)], start + 1) for start in starts[:3]]
+    return f" {about}:\n" + "\n\n".join(parts) if parts else " Nothing in it is similar."
 
 
-def _edited(workspace: Workspace, path: Path, arguments: dict[str, Any]) -> tuple[TextFile, str]:
-    """The file as it is and the text that the call would leave in it; raises ToolError."""
-    old = _current(workspace, path)
-    content, replace = arguments["content"], arguments.get("replace")
-    if not replace:
-        return old, content
-    wanted = replace.replace("\r\n", "\n")
-    text = old.text.replace("\r\n", "\n") if old.line_end == "\r\n" else old.text
-    count = text.count(wanted)
-    if count != 1:
-        found = "does not occur" if count == 0 else f"occurs {count} times"
-        raise ToolError(
-            f"The text in `replace` {found} in {workspace.relative(path)}; it must occur exactly once."
-            " Read the file again and copy the lines exactly."
-        )
-    return old, text.replace(wanted, content)
+def replace_once(file: TextFile, wanted: str, content: str, name: str) -> str:
+    """The file's text with the one occurrence of `wanted` replaced; raises ToolError when it is not exactly one.
+
+    A line end in `wanted` matches whichever form the file has; all outside the occurrence stays as it is.
+    """
+    pieces = wanted.replace("\r\n", "\n").split("\n")
+    pattern = r"(?:\r\n|(?<!\r)\n)".join(map(re.escape, pieces))
+    found = [match.span(1) for match in re.finditer(f"(?=({pattern}))", file.text)]
+    if len(found) != 1:
+        wrong = f"occurs {len(found)} times"
+        if found:
+            where = ", ".join(str(file.text.count("\n", 0, start) + 1) for start, _ in found[:10])
+            advice = f" (lines {where}). Add lines around it until it is unique."
+        else:
+            wrong, advice = "does not occur", "." + _nearest(file.text, wanted)
+        raise ToolError(f"The text in `replace` {wrong} in {name}; it must occur exactly once{advice}")
+    start, end = found[0]
+    old = file.text[start:end]
+    line_end = file.line_end if "\n" not in old else "\r\n" if "\r\n" in old else "\n"
+    content = content.replace("\r\n", "\n").replace("\n", line_end)
+    return file.text[:start] + content + file.text[end:]
+
+
+@dataclass(frozen=True)
+class Edit:
+    """What a call of write_to_file comes to: the file before, None if it is new, and the text and bytes after."""
+
+    old: TextFile | None
+    text: str
+    data: bytes
+    stale: bool
+
+
+def _edit(context: ToolContext, place: Place, arguments: dict[str, Any]) -> Edit:
+    """Work out what would be written; raises ToolError. Changes nothing."""
+    workspace, content, wanted = context.workspace, arguments["content"], arguments.get("replace")
+    if not workspace.exists(place):
+        if wanted:
+            raise ToolError(f"{place.name} does not exist, so nothing in it can be replaced.")
+        return Edit(None, content, TextFile("").encode(content), stale=False)
+    data = workspace.read(place, EDIT_LIMIT)
+    workspace.remember(place, data, again=False)
+    old, stale = decode_file(data, place.name), workspace.is_stale(place, data)
+    present = {name: value for name, value in context.secrets().items() if value in old.text}
+    for name, value in present.items():  # the model was shown the name in the place of the value
+        content = content.replace(f"[secret {name}]", value)
+        wanted = wanted and wanted.replace(f"[secret {name}]", value)
+    if wanted:
+        text = replace_once(old, wanted, content, place.name)
+    elif stale:
+        raise ToolError(f"{place.name} has changed on disk since you read it. Read it again before you overwrite it.")
+    else:
+        text = content if old.line_end == "\n" else content.replace("\r\n", "\n").replace("\n", "\r\n")
+    return Edit(old, text, old.encode(text), stale)
 
 
 async def write_to_file(context: ToolContext, arguments: dict[str, Any]) -> ToolResult:
     """Create or overwrite a file, or replace one unique text in it. The display is the diff."""
-    path = context.workspace.resolve(arguments["path"])
-    old, text = _edited(context.workspace, path, arguments)
-    context.workspace.write_bytes(path, encode_file(text, old))
-    name = context.workspace.relative(path)
-    lines = text.count("\n") + (not text.endswith("\n") and text != "")
-    return ToolResult(f"File written: {name}, {lines} lines.", display=diff(old.text, text, name))
+    place = context.workspace.locate(arguments["path"])
+    edit = await asyncio.to_thread(_edit, context, place, arguments)
+    await asyncio.to_thread(context.workspace.write, place, edit.data)
+    lines = edit.text.count("\n") + (not edit.text.endswith("\n") and edit.text != "")
+    note = " It had changed on disk since you read it; only this text was replaced." if edit.stale else ""
+    before = edit.old.text if edit.old else ""
+    return ToolResult(
+        f"File written: {place.name}, {lines} lines.{note}", display=diff(before, edit.text, place.name) or None
+    )
 
 
-def _preview_write(context: ToolContext, arguments: dict[str, Any]) -> str:
-    path = context.workspace.resolve(arguments["path"])
-    old, text = _edited(context.workspace, path, arguments)
-    return diff(old.text, text, context.workspace.relative(path))
+def _preview_write(context: ToolContext, arguments: dict[str, Any]) -> Preview:
+    place = context.workspace.locate(arguments["path"])
+    edit = _edit(context, place, arguments)
+    concern = context.workspace.concern(place, writing=True)
+    shown = diff(edit.old.text if edit.old else "", edit.text, place.name)
+    return Preview("write", place.name, shown or "(the content stays the same)", concern, confined=not concern)
 
 
 WRITE_TO_FILE = Tool(
     name="write_to_file",
-    description="Create or overwrite a file in the workspace with content. With `replace`, that exact text, which"
-    " must occur once in the file, is replaced by content instead.",
+    description="Create or overwrite a file with content. With `replace`, that exact text, which must occur once in the"
+    " file, is replaced by content instead.",
     parameters=_object(
         ["path", "content"],
         path=_text("Relative path; missing directories are created."),
@@ -1054,37 +2143,76 @@ WRITE_TO_FILE = Tool(
     preview=_preview_write,
 )
 
+PAGE_LINES, PAGE_BYTES = 2000, 64_000
+
+
+def _page_of_large_file(file: IO[bytes], first: int, limit: int) -> tuple[list[str], int]:
+    """(lines from line `first` on, 0 for the unknown number of all lines), of a file that is not read as a whole."""
+    skip, rest = first - 1, b""
+    while skip > 0 and (chunk := file.read(1 << 20)):
+        count = chunk.count(b"\n")
+        if count >= skip:
+            rest = chunk.split(b"\n", skip)[skip]
+        skip -= count
+    data = rest + file.read(PAGE_BYTES)
+    return data.decode("utf-8", "replace").splitlines(keepends=True)[:limit], 0
+
+
+def _read_page(workspace: Workspace, place: Place, first: int, limit: int) -> tuple[list[str], int]:
+    """(lines from line `first` on, number of lines in the file, 0 if unknown); raises ToolError."""
+    with os.fdopen(workspace.open_file(place), "rb") as file:
+        if os.fstat(file.fileno()).st_size > READ_LIMIT:
+            if b"\0" in file.read(8000):
+                raise ToolError(f"{place.name} is a binary file of {os.fstat(file.fileno()).st_size} bytes.")
+            file.seek(0)
+            return _page_of_large_file(file, first, limit)
+        data = file.read(READ_LIMIT)
+    workspace.remember(place, data)
+    lines = decode_file(data, place.name).text.replace("\r\n", "\n").split("\n")
+    lines = [line + "\n" for line in lines[:-1]] + ([lines[-1]] if lines[-1] else [])
+    return lines[first - 1 : first - 1 + limit], len(lines)
+
 
 async def read_from_file(context: ToolContext, arguments: dict[str, Any]) -> ToolResult:
     """Read a text file, or `limit` lines of it from line `offset` (1 is the first)."""
-    path = context.workspace.resolve(arguments["path"])
-    data = context.workspace.read_bytes(path)
-    if b"\0" in data[:8000]:
-        raise ToolError(f"{arguments['path']} is a binary file of {len(data)} bytes.")
-    lines = data.decode("utf-8", "replace").splitlines(keepends=True)
-    first = max(1, arguments.get("offset") or 1)
-    limit = max(1, arguments.get("limit") or 2000)
-    text = "".join(lines[first - 1 : first - 1 + limit])
-    last = min(len(lines), first - 1 + limit)
-    if not text:
-        return ToolResult("(empty file)" if not lines else f"(the file has only {len(lines)} lines)")
-    if last < len(lines) or first > 1:
-        text += f"\n[lines {first} to {last} of {len(lines)}]"
-    return ToolResult(clip(text, 48_000, 16_000))
+    place = context.workspace.locate(arguments["path"])
+    first, limit = max(1, arguments.get("offset") or 1), max(1, arguments.get("limit") or PAGE_LINES)
+    try:
+        lines, total = await asyncio.to_thread(_read_page, context.workspace, place, first, min(limit, PAGE_LINES))
+    except OSError as exc:
+        raise ToolError(f"{place.name}: {exc.strerror}.") from None
+    if not lines:
+        return ToolResult("(empty file)" if first == 1 else f"(the file has only {total or 'fewer'} lines)")
+    shown: list[str] = []
+    size = 0
+    for line in lines:
+        if size + len(line) > PAGE_BYTES and shown:
+            break
+        shown.append(line if len(line) <= PAGE_BYTES else f"{line[:PAGE_BYTES]} [... the line goes on ...]\n")
+        size += len(line)
+    text = _SURROGATES.sub("\ufffd", "".join(shown))
+    if arguments.get("line_numbers"):
+        text = _numbered(text.split("\n")[: len(shown)], first)
+    last = first - 1 + len(shown)
+    if first > 1 or last != total:
+        text += f"\n[lines {first} to {last} of {total or 'more'}]"
+    return ToolResult(text)
 
 
 READ_FROM_FILE = Tool(
     name="read_from_file",
-    description="Read a text file of the workspace.",
+    description="Read a text file.",
     parameters=_object(
         ["path"],
         path=_text("Relative path."),
         offset=_integer("First line to read, default 1."),
-        limit=_integer("Number of lines, default 2000."),
+        limit=_integer("Number of lines, default and at most 2000."),
+        line_numbers=_boolean("Put a number before each line."),
     ),
     risk="read",
     run=read_from_file,
-    preview=lambda context, arguments: str(arguments["path"]),
+    preview=_preview_reading,
+    source="files",
 )
 
 TOOLS = (RUN_SHELL_COMMAND, LIST_FILES, WRITE_TO_FILE, READ_FROM_FILE)
@@ -1153,58 +2281,130 @@ def describe_call(call: ToolCall) -> str:
 
 
 # --- Approval -------------------------------------------------------------------------------------
-# The decision on one call, asked by the loop before the tool runs, never by the tool. Modes: plan (only
-# reading), ask (before each write and command), auto (as ask, but commands and writes that the sandbox and the
-# workspace confine run unasked), all (nothing is asked).
-# Not a protection by itself: what a command can do is limited by the sandbox alone.
+# The decision on one call, asked by the loop before the tool runs, never by the tool. Modes: plan (only looking;
+# commands see the workspace read-only), ask (before each write and each command that does more than look), auto (as
+# ask, but what the sandbox and the workspace confine runs unasked), all (nothing is asked).
+# Not a protection by itself: what a command can do is limited by the sandbox alone. No file in the workspace
+# changes a mode or makes a grant.
 
 
 @dataclass(frozen=True)
 class Decision:
-    """Whether a call may run. `reason` goes to the model when it may not."""
+    """Whether a call may run. `reason` goes to the model when it may not.
+
+    `read_only`: only without changing the workspace. `command`: what the user made of the command, None if nothing.
+    """
 
     allowed: bool
     reason: str = ""
+    read_only: bool = False
+    command: str | None = None
 
 
 ALLOWED = Decision(True)
-Question = Callable[[Tool, str], Awaitable[str]]
-Approve = Callable[[Tool, ToolCall, str], Awaitable[Decision]]
+
+
+@dataclass(frozen=True)
+class Question:
+    """What the user is asked before a call. All texts are foreign: show them through `escape`.
+
+    `detail`: the whole command or the diff; `concern`: why it is asked, in a few words; `reason`: the model's own
+    words; `grant`: what "always" would allow in this session, "" when it is not offered; `sources`: what the model
+    has read in this turn, and may have been told by it to do this.
+    """
+
+    tool: str
+    risk: Risk
+    subject: str
+    detail: str
+    concern: str = ""
+    reason: str = ""
+    grant: str = ""
+    sources: tuple[str, ...] = ()
+
+    @property
+    def can_edit(self) -> bool:
+        """Whether the answer may be another command."""
+        return self.risk == "exec"
+
+    def lines(self) -> list[str]:
+        """The whole question as plain lines, safe to print."""
+        about = f"{self.tool}{f' ({self.concern})' if self.concern else ''}:"
+        told = [f"the model says: {one_line(self.reason, 200)}"] if self.reason else []
+        read = [f"the model has read in this turn: {', '.join(self.sources)}"] if self.sources else []
+        subject = [f"  {escape(self.subject, keep='')}"] if self.risk != "exec" else []
+        return [about, *subject, *(f"  {line}" for line in escape(self.detail).split("\n")), *told, *read]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The user's answer. `text`: the reason for a no, told to the model, or the new command of an edit."""
+
+    choice: Literal["yes", "no", "always", "edit"]
+    text: str = ""
+
+
+Ask = Callable[[Question], Awaitable[Answer]]
+Approve = Callable[[Tool, Preview, Sequence[str]], Awaitable[Decision]]
 
 
 class Approvals:
-    """The approval mode and the grants of this run.
+    """The approval mode and the grants of this session; `ask` is None where nobody can be asked."""
 
-    `ask(tool, preview)` puts the question to the user and returns "y", "a" (yes, and do not ask for this tool
-    again in this session), "n", or the reason for a no in words; None where nobody can be asked.
-    """
-
-    def __init__(self, mode: str, sandbox: bool, ask: Question | None = None) -> None:
-        self.mode = mode
+    def __init__(self, mode: str, sandbox: bool, ask: Ask | None = None) -> None:
+        self.mode = mode or ("auto" if sandbox else "ask")
         self.sandbox = sandbox
         self.ask = ask
-        self.grants: set[str] = set()
+        self.grants: list[str] = []
 
-    def needs_question(self, tool: Tool) -> bool:
-        """Whether a call of this tool has to be asked for in the present mode."""
-        if tool.risk == "read" or self.mode == "all" or tool.name in self.grants:
+    def grant_for(self, preview: Preview, sources: Sequence[str]) -> str:
+        """What "always" would mean for such a call, in words; "" when it is not to be had.
+
+        A command is granted as this exact text only; with more than the sandbox allows, only while the model has
+        read nothing that may have told it to ask.
+        """
+        if preview.risk == "exec":
+            if self.sandbox and preview.concern and sources:
+                return ""
+            return f"this exact command{f' {preview.concern}' if preview.concern else ''}: {preview.detail}"
+        if preview.risk == "read" and preview.concern.startswith("outside"):
+            return f"reading in {os.path.dirname(preview.detail)}"
+        return "" if preview.concern else "writing in the workspace"
+
+    def needs_question(self, preview: Preview) -> bool:
+        """Whether such a call has to be asked for in the present mode."""
+        if self.mode == "all" or preview.harmless:
             return False
-        return self.mode == "ask" or (tool.risk == "exec" and not self.sandbox)
+        if self.grant_for(preview, ()) in self.grants:
+            return False
+        return not (self.mode == "auto" and self.sandbox and preview.confined)
 
-    async def __call__(self, tool: Tool, call: ToolCall, preview: str) -> Decision:
-        """Decide on one call; `preview` is what the user is shown."""
-        if self.mode == "plan" and tool.risk != "read":
-            return Decision(False, "only reading is allowed while planning")
-        if not self.needs_question(tool):
+    async def __call__(self, tool: Tool, preview: Preview, sources: Sequence[str]) -> Decision:
+        """Decide on one call; `sources`: what the model has read since the user's last own words."""
+        if self.mode == "plan" and preview.risk != "read":
+            if preview.harmless or (preview.risk == "exec" and self.sandbox and preview.confined):
+                return Decision(True, read_only=True)
+            return Decision(False, "only looking is allowed in the mode plan; the user leaves it with /approvals")
+        if not self.needs_question(preview):
             return ALLOWED
         if self.ask is None:
-            return Decision(False, f"{tool.name} needs the user's approval, and nobody can be asked here")
-        answer = await self.ask(tool, preview)
-        if answer == "a":
-            self.grants.add(tool.name)
-        if answer in ("y", "a"):
+            return Decision(
+                False, f"it needs the user's approval ({preview.concern or preview.risk}); nobody can be asked"
+            )
+        grant = self.grant_for(preview, sources)
+        answer = await self.ask(
+            Question(
+                tool.name, preview.risk, preview.subject, preview.detail, preview.concern, preview.reason, grant,
+                tuple(sources),
+            )
+        )  # fmt: skip
+        if answer.choice == "always" and grant:
+            self.grants.append(grant)
+        if answer.choice == "edit" and preview.risk == "exec" and answer.text.strip():
+            return Decision(True, command=answer.text)
+        if answer.choice in ("yes", "always"):
             return ALLOWED
-        return Decision(False, "the user said no" + (f": {answer}" if answer not in ("", "n") else ""))
+        return Decision(False, f"the user said no{f': {answer.text}' if answer.text.strip() else ''}")
 
 
 # --- Provider -------------------------------------------------------------------------------------
@@ -2495,10 +3695,12 @@ class Agent:
         self.messages: list[Message] = []
         self.keeper = ViewKeeper(config, provider, tools, PinnedFiles(config, context.workspace), self._ask_aside)
         self._calls = 0  # how many calls the transcript holds: the next one's number
+        self.sources: list[str] = []  # what the model has read since the user's own last prompt; only grows until then
         self.interrupt = context.interrupt
         self._begin_turn()
 
     def _begin_turn(self) -> None:
+        self.sources.clear()
         self.usage = Usage()
         self.steps = 0
         self._partial = ""  # text of a reply that is still being streamed
@@ -2640,15 +3842,26 @@ class Agent:
         try:
             tool = find_tool(call.name)
             arguments = parse_arguments(tool, call.arguments)
-            preview = tool.preview(context, arguments)
-            decision = await interruptible(self.approve(tool, call, preview), self.interrupt)
+            preview = await asyncio.to_thread(tool.preview, context, arguments)
+            decision = await interruptible(self.approve(tool, preview, tuple(self.sources)), self.interrupt)
             if not decision.allowed:
                 return ToolResult(f"Denied: {decision.reason}.", is_error=True)
-            return await tool.run(context, arguments)
+            if decision.command is not None:
+                arguments["command"] = decision.command
+            result = await tool.run(dataclasses.replace(context, read_only=decision.read_only), arguments)
         except ToolError as exc:
-            return ToolResult(str(exc), is_error=True)
+            result = ToolResult(str(exc), is_error=True)
         except Interrupted:
             return ToolResult(NOT_EXECUTED, is_error=True)
+        else:
+            if tool.source and tool.source not in self.sources:
+                self.sources.append(tool.source)
+            if decision.command is not None:
+                note = f"[the user changed the command to: {decision.command}]\n"
+                result = dataclasses.replace(result, content=note + result.content)
+        secrets = self.context.secrets()
+        shown = result.display and hide_secrets(result.display, secrets)
+        return dataclasses.replace(result, content=hide_secrets(result.content, secrets), display=shown)
 
     def _note_repetition(self, call: ToolCall, result: ToolResult) -> str:
         """A reminder when the same call had the same result too often; raises NoProgress when that did not help."""
@@ -3068,6 +4281,11 @@ class Runtime:
         assert isinstance(end, TurnEnd)
         return end
 
+    async def close(self) -> None:
+        """End what runs in the background and let the session go."""
+        await self.agent.context.jobs.close()
+        self.session.close()
+
     def start(self, session: Session) -> None:
         """Work in this session from now on; calls that it left open are answered."""
         if session is not self.session:
@@ -3150,14 +4368,36 @@ async def model_command(runtime: Runtime, rest: str) -> str:
 
 @command
 async def approvals_command(runtime: Runtime, rest: str) -> str:
-    """Show when you are asked, or change it: /approvals plan|ask|auto|all."""
-    if rest and rest not in CHOICES["approve"]:
-        return f"{rest!r} is not one of {', '.join(CHOICES['approve'])}"
-    if rest:
-        runtime.approvals.mode = rest
-        runtime.approvals.grants.clear()
-    granted = ", ".join(sorted(runtime.approvals.grants)) or "none"
-    return f"approval mode: {runtime.approvals.mode}; grants of this session: {granted}"
+    """Show when you are asked and what you granted; /approvals plan|ask|auto|all changes it, /approvals revoke [N]."""
+    approvals = runtime.approvals
+    if revoked := re.fullmatch(r"revoke(?:\s+(\d+|all))?", rest):
+        if revoked[1] in (None, "all"):
+            approvals.grants.clear()
+        elif not 1 <= int(revoked[1]) <= len(approvals.grants):
+            return f"there is no grant {revoked[1]}"
+        else:
+            del approvals.grants[int(revoked[1]) - 1]
+    elif rest and rest not in CHOICES["approve"]:
+        return f"{rest!r} is not one of {', '.join(CHOICES['approve'])}, revoke"
+    elif rest:
+        approvals.mode = rest
+    confined = "commands run in the sandbox" if approvals.sandbox else "NOT SANDBOXED"
+    grants = [f"  {number}. {escape(grant, keep='')}" for number, grant in enumerate(approvals.grants, 1)]
+    return "\n".join([f"approval mode: {approvals.mode}, {confined}; grants of this session:", *(grants or ["  none"])])
+
+
+@command
+async def jobs_command(runtime: Runtime, rest: str) -> str:
+    """List the commands that run in the background; /jobs read N shows the end of its output, /jobs stop N ends it."""
+    jobs = runtime.agent.context.jobs
+    action, _, number = rest.partition(" ")
+    if not rest:
+        return "\n".join(map(jobs.describe, jobs.background)) or "no jobs"
+    if action not in ("read", "stop") or not number.strip().isdecimal():
+        return "use /jobs, /jobs read N or /jobs stop N"
+    if int(number) not in jobs.background:
+        return f"there is no job {int(number)}"
+    return await jobs.stop(int(number)) if action == "stop" else jobs.background[int(number)].output.text()[-4000:]
 
 
 @command
@@ -3311,22 +4551,37 @@ class Repl:
             with _on_signals(asyncio.get_running_loop(), self.runtime.agent.interrupt.set):
                 await self.runtime.send(text or FIRST_PROMPT)
 
-    async def _ask(self, tool: Tool, preview: str) -> str:
-        """Put an approval question; anything that is not a yes is a no, and words are its reason."""
+    async def _ask(self, question: Question) -> Answer:
+        """Put an approval question; Enter alone is no, and words that are no answer are the reason for a no."""
+        import termios
+
         from prompt_toolkit import PromptSession
         from rich.text import Text
 
         self.renderer.flush()
-        self.console.print(Text(f"{tool.name}:", style="bold yellow"))
-        self.console.print(Text("  " + clean(preview).replace("\n", "\n  ")))
+        head, *rest = question.lines()
+        self.console.print(Text(head, style="bold yellow"))
+        self.console.print(Text("\n".join(rest)))
+        offers = "[y]es, [N]o or why not" + (", [a]lways" if question.grant else "")
+        offers += ", [e]dit" if question.can_edit else ""
+        if question.grant:
+            self.console.print(Text(f"  always: {escape(question.grant, keep='')}", style="dim"))
         session: PromptSession[str] = PromptSession()
         try:
-            answer = await session.prompt_async("Run it? [y]es, [a]lways in this session, [N]o, or say why not: ")
+            await asyncio.sleep(0.5)  # what was typed before the question could be read is not an answer to it
+            with contextlib.suppress(termios.error, OSError):
+                termios.tcflush(sys.stdin.fileno(), termios.TCIFLUSH)
+            answer = (await session.prompt_async(f"Run it? {offers}: ")).strip()
+            if answer.lower() in ("e", "edit") and question.can_edit:
+                return Answer("edit", await session.prompt_async("command: ", default=question.detail))
         except (KeyboardInterrupt, EOFError):
             self.runtime.agent.interrupt.set()
-            return "n"
-        answer = answer.strip()
-        return {"yes": "y", "always": "a", "no": "n"}.get(answer.lower(), answer) or "n"
+            return Answer("no")
+        if answer.lower() in ("a", "always") and question.grant:
+            return Answer("always")
+        if answer.lower() in ("y", "yes"):
+            return Answer("yes")
+        return Answer("no", "" if answer.lower() in ("n", "no") else answer)
 
 
 # --- Headless -------------------------------------------------------------------------------------
@@ -3336,8 +4591,16 @@ EXIT_STATUS = {"done": 0, "needs_input": 0, "error": 1, "limit": 3, "interrupted
 EXIT_USAGE, EXIT_TRY_LATER = 2, 75
 
 
+async def _refuse(question: Question) -> Answer:
+    """The answer where nobody can be asked; said on stderr."""
+    why = question.concern or f"the approval mode asks before it may {question.risk}"
+    print(f"agent: refused: {question.tool} ({why}): {escape(question.subject, keep='')}", file=sys.stderr, flush=True)
+    return Answer("no", f"nobody can be asked in this run ({why}); do without, or tell the user to use --approve all")
+
+
 async def run_headless(runtime: Runtime, prompt: str, as_json: bool, notes: Sequence[str]) -> int:
     """Run one turn and return the exit status of the outside contract."""
+    runtime.approvals.ask = _refuse
     renderer = JsonRenderer() if as_json else PlainRenderer()
     runtime.sinks.append(renderer)
     session = runtime.session
@@ -3375,7 +4638,7 @@ def build_parser() -> argparse.ArgumentParser:
     option("local", metavar="GGUF", nargs="?", const="", help="use the embedded model, or this GGUF file")
     option("context_window", metavar="N", help="tokens that the model accepts")
     option("max_steps", metavar="N", help="steps in one turn (200)")
-    option("approve", choices=CHOICES["approve"], help="when to ask before a tool call (auto)")
+    option("approve", choices=CHOICES["approve"], help="when to ask before a tool call (auto in a sandbox, else ask)")
     option("sandbox", choices=CHOICES["sandbox"], help="run commands in a sandbox (auto: where it works)")
     option("network", action="store_true", default=None, help="let sandboxed commands use the network")
     option("new", action="store_true", help="begin a new session; default: continue the last one of the directory")
@@ -3449,21 +4712,45 @@ def choose_provider(config: Config, ask: Callable[[str], bool]) -> HttpProvider:
     )
 
 
+def confine(config: Config) -> tuple[Workspace, Jobs, Sandbox | None, list[str]]:
+    """Open the workspace and find out how commands can be confined; the texts are for the user.
+
+    Raises AgentError when the state directory cannot be used or a sandbox was demanded and does not hold.
+    """
+    state_dir, root, environ = config.state_dir, config.workspace, config.command_environment
+    try:
+        scratch, _ = make_scratch(state_dir)  # the lock stays with this process
+    except OSError as exc:
+        raise AgentError(f"cannot use {state_dir}: {exc.strerror}. Set XDG_STATE_HOME elsewhere.") from None
+    notes = [
+        f"{name} in the workspace is ignored: only your own {config.config_file} sets policy."
+        for name in IGNORED_POLICY
+        if os.path.lexists(root / name) and root / name != config.config_file
+    ]
+    sandbox, why_not = None, "it is switched off"
+    if config.sandbox != "off":
+        workspace = Workspace(root, scratch, config.home, state_dir)
+        sandbox, why_not = probe_sandbox(workspace, state_dir, environ.get("PATH", os.defpath))
+        if why_not and config.sandbox == "on":
+            raise AgentError(f"the sandbox does not work here: {why_not}. --sandbox off runs without it.")
+    if sandbox:
+        return sandbox.workspace, Jobs(sandbox.workspace, environ, sandbox, scratch), sandbox, notes
+    notes.append(f"NOT SANDBOXED ({why_not}): commands can do whatever you can do, so each one is asked for.")
+    workspace = Workspace(root, None, config.home, state_dir)
+    return workspace, Jobs(workspace, environ, None, scratch), None, notes
+
+
 def build_runtime(config: Config, provider: Provider, fresh: bool, session_id: str | None) -> tuple[Runtime, list[str]]:
     """Put all parts together; the texts are for the user."""
     session, notes = open_session(config, provider.model, fresh, session_id)
-    why_not = "it is switched off" if config.sandbox == "off" else probe_sandbox(config.workspace, config.state_dir)
-    if why_not and config.sandbox == "on":
-        raise AgentError(f"the sandbox does not work here: {why_not}. --sandbox off runs without it.")
-    if why_not:
-        notes.append(f"NOT SANDBOXED ({why_not}): commands can do whatever you can do, so each one is asked for.")
-    context = ToolContext(config, Workspace(config.workspace), not why_not, asyncio.Event())
-    approvals = Approvals(config.approve, sandbox=not why_not)
+    workspace, jobs, sandbox, limits = confine(config)
+    context = ToolContext(config, workspace, sandbox, asyncio.Event(), jobs=jobs)
+    approvals = Approvals(config.approve, sandbox=sandbox is not None)
     agent = Agent(config, provider, TOOLS, context, approvals)
     notes += describe_notes(config)
     runtime = Runtime(config, agent, session, approvals)
     runtime.start(session)
-    return runtime, notes
+    return runtime, [*notes, *limits]
 
 
 def headless_prompt(prompt: str | None) -> str | None:
@@ -3492,6 +4779,7 @@ def run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
     ask = _ask_on_terminal if prompt is None else lambda question: False
     workspace = prepare_workspace(options.start_dir, ask)
     config = load_config(vars(options), environ, workspace)
+    sys.path[:] = [path for path in sys.path if path.startswith(sys.prefix) or not _is_below(Path(path), workspace)]
     if options.sessions:
         print(describe_sessions(config))
         return 0
@@ -3501,14 +4789,18 @@ def run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
     runtime, notes = build_runtime(config, provider, options.new, options.resume or None)
     if options.start_dir is None:
         notes.insert(0, f"working directory: {workspace}")
-    try:
-        if prompt is not None:
-            return asyncio.run(run_headless(runtime, prompt, options.json, notes))
-        from rich.console import Console
 
-        return asyncio.run(Repl(runtime, Console(highlight=False)).run(notes))
-    finally:
-        runtime.session.close()
+    async def front() -> int:
+        try:
+            if prompt is not None:
+                return await run_headless(runtime, prompt, options.json, notes)
+            from rich.console import Console
+
+            return await Repl(runtime, Console(highlight=False)).run(notes)
+        finally:
+            await runtime.close()
+
+    return asyncio.run(front())
 
 
 def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.environ) -> int:

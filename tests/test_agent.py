@@ -79,13 +79,13 @@ def test_need_input_ends_the_turn_with_that_reason(server: Serve, converse: Conv
     [
         ("read_from_file", "{", "not valid JSON"),
         ("read_from_file", "[]", "must be a JSON object with the keys path, offset?, limit?"),
-        ("read_from_file", "{}", "read_from_file needs path. Its keys: path, offset?, limit?."),
-        ("read_from_file", '{"file": "a"}', "read_from_file needs path. Its keys: path, offset?, limit?."),
+        ("read_from_file", "{}", "read_from_file needs path. Its keys: path, offset?"),
+        ("read_from_file", '{"file": "a"}', "read_from_file needs path. Its keys: path, offset?"),
         ("read_from_file", '{"path": ["a"]}', "path must be of type string"),
         ("read_from_file", '{"path": "a", "offset": "two"}', "offset must be of type integer"),
         ("delete_file", '{"path": "a"}', "The tools are: run_shell_command, list_files, write_to_file, read_from_file"),
         ("read_from_file", '{"path": "nowhere.txt"}', "does not exist"),
-        ("read_from_file", '{"path": "../../etc/passwd"}', "outside the workspace"),
+        ("read_from_file", '{"path": "/proc/self/environ"}', "not a file of this machine's disks"),
     ],
 )
 def test_s3_22_a_mistake_is_fed_back_and_names_the_right_keys(
