@@ -17,7 +17,8 @@ the list of messages and only grows; the *view* is what is sent of it. *Events* 
 yields; *sinks* (renderers, the session log) take them, and decide nothing.
 
 Sections: Errors and interruption, Configuration, Messages, Events, Text, Workspace, Sandbox, Tools, Approval,
-Provider, Context, Agent, Session, Renderers, Slash commands, REPL, Headless, Command line.
+Provider: errors, Provider: adaptation, Provider: wires, Provider: requests, Context, Agent, Session, Renderers,
+Slash commands, REPL, Headless, Command line.
 
 Read `Agent.turn` first: it is the whole control flow. `build_runtime` wires all parts together.
 """
@@ -34,6 +35,7 @@ if __name__ == "__main__" and not sys.flags.safe_path:
     sys.path[:] = [path for path in sys.path[1:] if os.path.isabs(path) and path != _here]
 
 import argparse
+import ast
 import asyncio
 import codecs
 import contextlib
@@ -150,7 +152,7 @@ USER_SETTINGS = (
 )  # fmt: skip
 
 CHOICES = {
-    "api": ("auto", "chat", "json"),
+    "api": ("auto", "chat", "responses", "json"),
     "approve": ("plan", "ask", "auto", "all"),
     "sandbox": ("auto", "on", "off"),
 }
@@ -334,8 +336,8 @@ Message = dict[str, Any]
 
 NOT_EXECUTED = "Not executed: the turn was interrupted. It may have had effects: inspect before you try again."
 SKIPPED = "Skipped: an earlier call of this reply failed. Look at its result before you try again."
-CUT_OFF = "Not executed: the reply hit the output limit before the call was complete. Use smaller pieces."
 FEEDBACK = "[Runtime feedback] "
+CUT_OFF = FEEDBACK + "Not executed: the reply hit the output limit before the call was complete. Use smaller pieces."
 
 
 @dataclass(frozen=True)
@@ -369,8 +371,12 @@ class Usage:
 
 
 def message_text(message: Message) -> str:
-    """The text of a message, "" when it has none."""
-    return str(message.get("content") or "")
+    """The text of a message, "" when it has none; parts that are no text are named."""
+    content = message.get("content") or ""
+    if not isinstance(content, list):
+        return str(content)
+    parts = [part if isinstance(part, dict) else {"text": str(part)} for part in content]
+    return "".join(str(part.get("text") or f"[{part.get('type', 'part')} left out]") for part in parts)
 
 
 def message_calls(message: Message) -> list[ToolCall]:
@@ -382,11 +388,17 @@ def message_calls(message: Message) -> list[ToolCall]:
 
 @dataclass(frozen=True)
 class Reply:
-    """One complete answer of the model. `finish_reason`: "stop", "length" or another word of the server."""
+    """One complete answer of the model. `finish_reason`: "stop" or "length".
+
+    `problem` says what is wrong with a reply that cannot be used; `thinks_first`: its thinking ended with a tag
+    that was never opened.
+    """
 
     message: Message
     finish_reason: str = "stop"
     usage: Usage | None = None
+    problem: str = ""
+    thinks_first: bool = False
 
     @property
     def text(self) -> str:
@@ -424,6 +436,31 @@ def assistant_message(text: str, calls: Sequence[ToolCall] = ()) -> Message:
     return message
 
 
+NATIVE = "native"  # a message's key for what only the service that wrote it can read
+
+
+def with_native(message: Message, source: str, native: dict[str, Any]) -> Message:
+    """The message with content that is to be sent back unchanged, and only to `source`, which it came from."""
+    return {**message, NATIVE: {"source": source, **native}} if native else message
+
+
+def native_of(message: Message, source: str) -> dict[str, Any]:
+    """The native content of a message, {} when there is none of this source."""
+    native = message.get(NATIVE)
+    return native if isinstance(native, dict) and native.get("source") == source else {}
+
+
+def without_native(message: Message) -> Message:
+    """The message as any service can read it."""
+    return {key: value for key, value in message.items() if key != NATIVE}
+
+
+def with_calls(message: Message, calls: Sequence[ToolCall]) -> Message:
+    """An assistant message with other calls in the place of its own; its native content stays."""
+    changed = assistant_message(message_text(message), calls)
+    return changed | ({NATIVE: message[NATIVE]} if NATIVE in message else {})
+
+
 def tool_message(call: ToolCall, result: ToolResult) -> Message:
     """The answer to one call. Never empty: some servers refuse an empty content."""
     return {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": result.content or "(no output)"}
@@ -440,6 +477,108 @@ def unanswered(messages: Sequence[Message]) -> list[ToolCall]:
         else:
             return []
     return []
+
+
+LEGAL_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+LEGAL_ID = re.compile(r"[A-Za-z0-9]{9}")  # the form that every known service accepts (Mistral insists on it)
+GO_ON = "Continue."
+
+
+def well_formed(value: Any) -> Any:
+    """A JSON value whose texts hold no lone surrogates, which could not be sent."""
+    if isinstance(value, str):
+        return value if value.isascii() else value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    if isinstance(value, dict):
+        return {well_formed(key): well_formed(inner) for key, inner in value.items()}
+    return [well_formed(inner) for inner in value] if isinstance(value, list | tuple) else value
+
+
+def legal_name(name: str) -> str:
+    """A tool's name in the letters that services allow."""
+    return re.sub(r"[^A-Za-z0-9_-]", "_", name)[:64] or "unnamed"
+
+
+def legal_arguments(text: Any) -> str:
+    """The arguments if they are a JSON object, else one that holds what was given instead."""
+    with contextlib.suppress(ValueError, TypeError, RecursionError):
+        arguments = json.loads(text, parse_constant=lambda name: None)
+        if isinstance(arguments, dict):
+            unchanged = "NaN" not in text and "Infinity" not in text and "\\ud" not in text.lower()
+            return text if unchanged else json.dumps(well_formed(arguments))
+    return json.dumps({"unreadable": well_formed(str(text))[:500]})
+
+
+def _legal_id(given: str, taken: set[str]) -> str:
+    """The id if it has the form that all services accept and is new, else one made from it."""
+    id, n = given, 0
+    while not LEGAL_ID.fullmatch(id) or id in taken:
+        id = hashlib.sha256(f"{given} {n}".encode("utf-8", "replace")).hexdigest()[:9]
+        n += 1
+    taken.add(id)
+    return id
+
+
+def _legal_calls(message: Message, taken: set[str]) -> dict[str, ToolCall]:
+    """The given id of each call of a message -> the call as it can be sent; a repeated id counts once."""
+    calls: dict[str, ToolCall] = {}
+    for call in message_calls(message):
+        if call.id not in calls:
+            calls[call.id] = ToolCall(_legal_id(call.id, taken), legal_name(call.name), legal_arguments(call.arguments))
+    return calls
+
+
+def _answers(messages: Sequence[Message]) -> dict[str, str]:
+    """call id -> content of the tool messages up to the next assistant message."""
+    answers: dict[str, str] = {}
+    for message in messages:
+        if message.get("role") == "assistant":
+            break
+        if message.get("role") == "tool":
+            answers.setdefault(str(message.get("tool_call_id")), message_text(message))
+    return answers
+
+
+def _append(valid: list[Message], message: Message) -> None:
+    """Add a message; a neighbour of the same role takes it in, since many services want the roles to alternate."""
+    last = valid[-1] if valid else {}
+    if message["role"] != last.get("role") or message["role"] == "tool":
+        valid.append(message)
+        return
+    texts = filter(None, (message_text(last), message_text(message)))
+    valid[-1] = {**last, **message, "content": "\n\n".join(texts) or None}
+    valid[-1].pop(NATIVE, None)
+
+
+def valid_messages(messages: Sequence[Message]) -> list[Message]:
+    """The messages as every service accepts them; what is valid already comes back unchanged.
+
+    At most one system message, and it is the first; each call answered directly after it, no answer without its
+    call; no empty content; roles alternate; legal and unique call ids, legal names, arguments that are JSON
+    objects; no lone surrogates; the last message is never the assistant's.
+    """
+    messages = [well_formed(message) for message in messages]
+    valid: list[Message] = []
+    taken: set[str] = set()
+    for index, message in enumerate(messages):
+        role, text = message.get("role"), message_text(message)
+        if role == "assistant":
+            calls = _legal_calls(message, taken)
+            if not calls and not text.strip():
+                continue
+            if not valid or valid[-1]["role"] == "system":
+                valid.append(user_message(GO_ON))
+            _append(valid, with_calls(message if text.strip() else message | {"content": None}, list(calls.values())))
+            answers = _answers(messages[index + 1 :])
+            for id, call in calls.items():
+                content = answers.get(id, NOT_EXECUTED)
+                valid.append(tool_message(call, ToolResult(content if content.strip() else "")))
+        elif role == "system" and not valid and text.strip():
+            valid.append(system_message(text))
+        elif role != "tool" and text.strip():
+            _append(valid, user_message(text))
+    if not valid or valid[-1]["role"] in ("assistant", "system"):
+        valid.append(user_message(GO_ON))
+    return valid
 
 
 # --- Events ---------------------------------------------------------------------------------------
@@ -2219,11 +2358,95 @@ TOOLS = (RUN_SHELL_COMMAND, LIST_FILES, WRITE_TO_FILE, READ_FROM_FILE)
 
 
 def find_tool(name: str) -> Tool:
-    """The tool of that name; raises ToolError naming the real ones."""
-    for tool in TOOLS:
-        if tool.name == name:
-            return tool
-    raise ToolError(f"There is no tool {name!r}. The tools are: {', '.join(t.name for t in TOOLS)}.")
+    """The tool of that name, also where a model writes it with a prefix, a suffix or in other letters.
+
+    Raises ToolError naming the real ones.
+    """
+    bare = re.sub(r"<\|.*|:\d+$", "", name.strip(), flags=re.DOTALL)  # read_file<|channel|>analysis, functions.x:0
+    for spelling in (bare, re.split(r"[.:/]", bare)[-1]):
+        letters = re.sub(r"[_-]", "", spelling).lower()
+        for tool in TOOLS:
+            if tool.name.replace("_", "") == letters:
+                return tool
+    raise ToolError(f"There is no tool {one_line(name, 60)!r}. The tools are: {', '.join(t.name for t in TOOLS)}.")
+
+
+def _repaired(text: str) -> Any:
+    """The JSON value of a text with harmless mistakes; raises ValueError where anything would have to be guessed.
+
+    What was cut off is never completed: half a file would be written.
+    """
+    text = text.strip().removeprefix("\ufeff")
+    if fenced := re.fullmatch(r"```\w*\s*(.*?)\s*```", text, re.DOTALL):
+        text = fenced[1]
+    decoder = json.JSONDecoder(strict=False, parse_constant=lambda name: None)
+    without_commas = re.sub(r'("(?:[^"\\]|\\.)*")|,(?=\s*[}\]])', lambda found: found[1] or "", text, flags=re.DOTALL)
+    mistake = ValueError("it is empty")
+    for candidate in (text, without_commas):
+        try:
+            value, end = decoder.raw_decode(candidate)
+        except ValueError as exc:
+            mistake = exc
+            continue
+        if len(candidate) - end > 40 or re.search(r'["{]', candidate[end:]):
+            raise ValueError("there is more text after the first object")
+        return value
+    if text[:1] == "{" and text[-1:] == "}":
+        with contextlib.suppress(ValueError, SyntaxError, TypeError, MemoryError):
+            return json.loads(json.dumps(ast.literal_eval(text)))  # 'single quotes', True, None
+    raise mistake
+
+
+def read_arguments(text: str) -> dict[str, Any]:
+    """The arguments that a model wrote, as a dict; raises ValueError saying why they cannot be read."""
+    if not text.strip():
+        return {}
+    try:
+        value = _repaired(text)
+        if isinstance(value, str):  # encoded twice
+            value = _repaired(value)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise ValueError("it is not a JSON object")
+    arguments: dict[str, Any] = well_formed(value)
+    return arguments
+
+
+MAX_CALLS = 50  # in one reply
+
+
+def _unreadable(tool: Tool, mistake: ValueError) -> str:
+    """What is wrong with a call's arguments, and which keys the tool has."""
+    required = tool.parameters["required"]
+    keys = ", ".join(name + ("" if name in required else "?") for name in tool.parameters["properties"])
+    if isinstance(mistake, json.JSONDecodeError):
+        return f"The arguments of {tool.name} are not valid JSON ({mistake}). Its keys: {keys}."
+    return f"The arguments of {tool.name} must be a JSON object with the keys {keys}; {mistake}."
+
+
+def settled_calls(calls: Sequence[ToolCall]) -> tuple[list[ToolCall], str]:
+    """(the calls as they can be kept and sent back, what is wrong with them or "").
+
+    A call that cannot be read keeps a legal form that shows what was written.
+    """
+    settled, problems = [], []
+    if len(calls) > MAX_CALLS:
+        problems.append(f"It asked for {len(calls)} tool calls; at most {MAX_CALLS} fit into one reply.")
+    for call in calls[:MAX_CALLS]:
+        name, arguments = legal_name(call.name), legal_arguments(call.arguments)
+        try:
+            tool = find_tool(call.name)
+            name = tool.name
+            arguments = json.dumps(read_arguments(call.arguments), ensure_ascii=False)
+        except ToolError as exc:
+            problems.append(str(exc))
+        except ValueError as exc:
+            problems.append(_unreadable(tool, exc))
+        settled.append(ToolCall(call.id, name, arguments))
+    return settled, " ".join(dict.fromkeys(problems))
 
 
 def _coerce(tool: str, name: str, type_: str, value: Any) -> Any:
@@ -2254,11 +2477,9 @@ def parse_arguments(tool: Tool, text: str) -> dict[str, Any]:
     properties, required = tool.parameters["properties"], tool.parameters["required"]
     keys = ", ".join(name + ("" if name in required else "?") for name in properties)
     try:
-        given = json.loads(text or "{}", strict=False)
-    except json.JSONDecodeError as exc:
-        raise ToolError(f"The arguments of {tool.name} are not valid JSON ({exc}). Its keys: {keys}.") from None
-    if not isinstance(given, dict):
-        raise ToolError(f"The arguments of {tool.name} must be a JSON object with the keys {keys}.")
+        given = read_arguments(text)
+    except ValueError as exc:
+        raise ToolError(_unreadable(tool, exc)) from None
     arguments = {}
     for name, schema in properties.items():
         if given.get(name) is not None:
@@ -2407,45 +2628,449 @@ class Approvals:
         return Decision(False, f"the user said no{f': {answer.text}' if answer.text.strip() else ''}")
 
 
-# --- Provider -------------------------------------------------------------------------------------
-# The service that answers: one request out, deltas and one Reply back. A *wire* is the form in which a service
-# is spoken to; a provider hides which one it is. Requests go through the openai SDK's low-level `post`, and the
-# bytes that come back are read here: the SDK's own stream of typed objects costs ten times as much and loses
-# events that servers send in unusual shapes.
+# --- Provider: errors -----------------------------------------------------------------------------
+# What went wrong with a request, judged by what the server says and not by its status alone: the same overflow
+# comes as 200, 400, 402, 413, 422, 429, 500 or 503. The tables hold texts of real services; a comment says whose.
 
-LOCAL_SERVERS = (
-    ("Ollama", "http://127.0.0.1:11434/v1"),
-    ("LM Studio", "http://127.0.0.1:1234/v1"),
-    ("llama.cpp", "http://127.0.0.1:8080/v1"),
+MAX_WAIT_S = 120  # a server that asks for a longer wait ends the turn with the time at which it says to come back
+MAX_ADAPTATIONS = 4  # per request; each takes away something that was not taken away before
+MAX_MODEL_FAULTS = 2  # how often a request is repeated because the model's reply was unusable
+CONNECT_ATTEMPTS = 3
+LOADING_ATTEMPTS, LOADING_DELAY_S = 100, 3.0  # a local server that loads its model says so for minutes
+
+# the keys of an error body that hold the server's own words: to be shown, or only to be matched
+SAID_KEYS = (
+    "error", "errors", "message", "error_message", "msg", "detail", "details", "title", "reason", "raw", "metadata",
+)  # fmt: skip
+TEXT_KEYS = (*SAID_KEYS, "code", "type", "status", "violations", "quotaId", "quotaMetric", "retryDelay", "error_type")
+
+OVERFLOW = (
+    r"context_length_exceeded|model_max_prompt_tokens_exceeded|exceed_context_size|model_context_(?:window_)?exceeded",
+    r"ContextWindowExceededError|prompt_too_long|request_too_large",
+    r"maximum context length|context size has been exceeded|max context length",  # OpenAI, vLLM, Mistral; llama.cpp
+    r"prompt is too long|prompt too long|input is too long|prompt exceeds max length",  # Anthropic, Bedrock, Zhipu
+    r"exceeds? (?:the )?(?:available |model'?s? )?context|exceeds? context limit|context window",
+    r"input token count .{0,40}exceeds|token count .{0,40}exceeds the limit",  # Gemini, Copilot
+    r"reduce the length of the (?:messages|input|prompt)|maximum prompt length is",  # Groq, Cerebras; xAI
+    r"longer than the model'?s context|max_new_tokens. must be <=",  # Together, SGLang; TGI
+    r"greater than the context length|tokens to keep from the initial prompt|keep the first \d+ tokens",  # LM Studio
+    r"range of input length should be|prompt tokens limit exceeded|token limit: \d+ \(requested",  # Qwen, OpenRouter
+    r"request too large|\(2013\)",  # OpenAI's and Groq's lowest tiers; MiniMax
 )
-OPENAI_URL = "https://api.openai.com/v1"
-DEFAULT_MODEL = "gpt-4.1"
-MAX_WAIT_S = 120
-OVERFLOW = re.compile(
-    r"context_length_exceeded|maximum context length|prompt is too long|exceeds? the (available |model's )?context"
-    r"|context size has been exceeded|exceed_context_size|input token count .* exceeds"
-    r"|reduce the length of the messages"
-    r"|too large for model with|maximum prompt length|longer than the model's context|context window",
-    re.IGNORECASE,
+LIMITS = (
+    r"maximum context length (?:is|of) (\d+)",  # OpenAI, DeepSeek, OpenRouter, vLLM, LiteLLM
+    r"tokens > (\d+) maximum",  # Anthropic
+    r"exceed context limit: \d+ \+ \d+ > (\d+)",  # Anthropic, Bedrock
+    r"maximum number of tokens allowed \((\d+)\)",  # Gemini
+    r"with (\d+) maximum context length",  # Mistral
+    r"context length \((\d+) tokens\)",  # Together, SGLang
+    r"maximum context length: (\d+)",  # Fireworks
+    r"must be <= (\d+)\. Given",  # TGI
+    r"n_ctx\W{1,4}(\d+)",  # llama.cpp, LM Studio
+    r"context length of only (\d+)",  # LM Studio
+    r"available context size \((\d+) tokens\)",  # llama.cpp
+    r"maximum prompt length is (\d+)",  # xAI
+    r"while limit is (\d+)",  # Cerebras
+    r"input length should be \[1, (\d+)\]",  # Qwen
+    r"token limit: (\d+)",  # Kimi
+    r"exceeds the limit of (\d+)",  # Copilot
+    r"tokens limit exceeded: \d+ > (\d+)",  # OpenRouter
+    r"Limit:? (\d+), (?:Used:? \d+, )?Requested",  # Groq, OpenAI: tokens in a minute, which bound one request too
 )
-OVERFLOW_LIMIT = re.compile(r"(?:maximum context length is|n_ctx\D{1,5}|maximum prompt length is) ?(\d{4,9})", re.I)
-QUOTA = re.compile(r"insufficient_quota|exceeded your current quota|insufficient balance|credit balance", re.IGNORECASE)
+NOT_OVERFLOW = r"string too long|too many tokens, please wait|throttl"  # LiteLLM on a long id; Bedrock gateways
+QUOTA = (
+    r"insufficient_quota|insufficient balance|insufficient credits?|credit balance|budget has been exceeded",
+    r"exceeded your current (?:token )?quota|exceeded_current_quota|check your (?:plan and )?billing|can only afford",
+    r"requires more credits|payment required|PerDay|limit: 0\b|billing_hard_limit|account .{0,20}(?:suspended|arrears)",
+)
+MINUTE_QUOTA = r"PerMinute|per minute"  # Gemini calls a rate limit by the minute a quota
+KEY = r"invalid_api_key|incorrect api key|invalid api key|authentication_error|no auth credentials|unauthorized"
+NO_MODEL = (
+    r"model_not_found|model .{0,80}(?:does not exist|not found)|no such model|unknown model|not a valid model"
+    r"|pull(?:ing)? it first"
+)
+NO_ENDPOINT = r"page not found|unexpected endpoint|unknown (?:request )?url|no route|cannot post|^not found$|not found"
+FILTERED = r"content_filter|content management policy|content policy|safety (?:system|filter)|data_inspection_failed"
+NO_TOOLS = (
+    r"does not support (?:tools|tool use|function calling)|enable-auto-tool-choice|support tool use"
+    r"|tools? (?:is|are) not supported|tool calling is not supported"
+)
+LOADING = r"loading model|model is (?:still )?loading|currently loading"  # llama.cpp, llama-swap; Hugging Face
+BUSY = (
+    r"overloaded|temporarily|try again (?:later|in \d)|rate.?limit|too many requests|throttl|please wait|capacity"
+    r"|no deployments available|server is busy|upstream connect error|insufficient_system_resource|unavailable"
+)
+# 5xx that are no accidents: the same request fails again (llama.cpp and its templates, Ollama, LiteLLM, omlx)
+REQUEST_FAULT = (
+    r"failed to parse tool call arguments|jinja|roles must alternate|must be at the beginning|no user query found"
+    r"|tool call id was|UnsupportedParamsError|BadRequestError|not supported|does not support"
+)
+# the server could not read what the model wrote (Groq, Ollama, Gemini)
+MODEL_FAULT = (
+    r"tool_use_failed|failed to call a function|error parsing tool call|XML syntax error|output_parse_failed"
+    r"|MALFORMED_FUNCTION_CALL|malformed_call"
+)
 
 
-class Provider(Protocol):
-    """What the loop knows of a model."""
+def says(patterns: str | Sequence[str], text: str) -> re.Match[str] | None:
+    """The first match of the patterns in the text, whatever the case."""
+    for pattern in (patterns,) if isinstance(patterns, str) else patterns:
+        if found := re.search(pattern, text, re.IGNORECASE):
+            return found
+    return None
 
-    model: str
-    base_url: str
 
-    def stream(
-        self, messages: Sequence[Message], tools: Sequence[Tool], interrupt: asyncio.Event
-    ) -> AsyncGenerator[Delta | Reply, None]:
-        """Send one request; yield deltas as they come and the Reply last.
+def seconds_in(text: str) -> float | None:
+    """A duration such as "20", "1.2s", "600ms", "6m0s" or "1h2m" in seconds; None for anything else."""
+    found = re.fullmatch(r"\s*(?:(\d+)h)?(?:(\d+)m(?!s))?(?:([\d.]+)(ms|s|))?\s*", text)
+    if not found or not any(found.groups()[:3]):
+        return None
+    hours, minutes, rest, unit = found.groups()
+    with contextlib.suppress(ValueError):
+        return int(hours or 0) * 3600 + int(minutes or 0) * 60 + float(rest or 0) / (1000 if unit == "ms" else 1)
+    return None
 
-        After a Retry what was yielded before is void. Raises ProviderError, ContextOverflow, Interrupted.
-        """
-        ...
+
+def retry_after(headers: Mapping[str, str], text: str = "") -> float | None:
+    """Seconds that the server asks to wait: by Retry-After(-Ms), in words, or by a used-up x-ratelimit header."""
+    with contextlib.suppress(KeyError, ValueError):
+        return float(headers["retry-after-ms"]) / 1000
+    value = headers.get("retry-after", "")
+    if (asked := seconds_in(value)) is not None:
+        return asked
+    with contextlib.suppress(ValueError, TypeError):
+        return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - time.time())
+    words = r"(?:try again in|retry (?:after|in)|retryDelay:?|reset after) ?([\dhms.]*[\dhms])(?: (?:sec|s\b))?"
+    if (found := says(words, text)) and (asked := seconds_in(found[1])) is not None:
+        return asked
+    for kind in ("requests", "tokens"):
+        if headers.get(f"x-ratelimit-remaining-{kind}") == "0":
+            return seconds_in(headers.get(f"x-ratelimit-reset-{kind}", ""))
+    return None
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What an answer says went wrong.
+
+    `text` is all that may be matched, `said` what a user should read of it, `names` the request's parameters that
+    it names, `generated` what the model had written when the server could not read it.
+    """
+
+    text: str
+    said: str = ""
+    status: int = 0
+    names: frozenset[str] = frozenset()
+    wait_s: float | None = None
+    generated: str = ""
+
+
+class Failed(Exception):
+    """A request failed in the way that `failure` tells."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.text)
+        self.failure = failure
+
+
+def _collect(value: Any, key: str, found: list[tuple[str, str]]) -> None:
+    """Add the (key, text) pairs of an error body that are the server's own words."""
+    if isinstance(value, str) and value[:1] in "[{" and len(value) < 20_000:
+        with contextlib.suppress(ValueError, RecursionError):
+            value = json.loads(value)  # OpenRouter hands on the answer of the service behind it as text
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            if name in TEXT_KEYS:
+                _collect(inner, name, found)
+            elif name == "n_ctx":
+                found.append((name, f"n_ctx: {inner}"))
+    elif isinstance(value, list):
+        for inner in value[:20]:
+            _collect(inner, key, found)
+    elif isinstance(value, str | int) and value != "" and len(found) < 50:
+        found.append((key, str(value)[:2000]))
+
+
+def _named(body: Any, text: str) -> frozenset[str]:
+    """The request parameters that an error names: by `param`, by `loc`, in quotes or in a list."""
+    names: set[str] = set(re.findall(r"['\"`]([a-z_]+(?:\.[a-z_]+)*)['\"`]", text))
+    names.update(re.findall(r"(?:argument|parameter|field)s?(?: supplied)?:? ([a-z_]+)", text))
+
+    def walk(value: Any) -> None:
+        if isinstance(value, dict):
+            if isinstance(value.get("param"), str):
+                names.add(value["param"])
+            if isinstance(value.get("loc"), list):
+                names.update(str(part) for part in value["loc"] if part != "body")
+            for inner in value.values():
+                walk(inner)
+        elif isinstance(value, list):
+            for inner in value[:20]:
+                walk(inner)
+
+    walk(body)
+    return frozenset(names)
+
+
+def _status_in(body: Any) -> int:
+    """An HTTP status that an error inside a 200 response names, else 0."""
+    error = body[0] if isinstance(body, list) and body else body
+    error = error.get("error", error) if isinstance(error, dict) else {}
+    code = error.get("code") if isinstance(error, dict) else None
+    return code if isinstance(code, int) and 400 <= code < 600 else 0
+
+
+def read_failure(body: Any, status: int = 0, headers: Mapping[str, str] | None = None) -> Failure:
+    """The failure that an error body tells of, whatever its shape; `body` is decoded JSON or plain text."""
+    if isinstance(body, str) and (title := re.search(r"<title>(.*?)</title>", body, re.IGNORECASE | re.DOTALL)):
+        body = title[1]
+    if isinstance(body, str):
+        body = re.sub(r"<[^>]*>", " ", body[:20_000])
+    found: list[tuple[str, str]] = []
+    _collect(body, "message", found)
+    text = "; ".join(dict.fromkeys(text for _, text in found))
+    text = re.sub(r"(?<=\d)[,_](?=\d{3}\b)", "", text)  # 128,000 tokens
+    said = "; ".join(dict.fromkeys(text for key, text in found if key in SAID_KEYS and not text.isdigit()))
+    inner = body.get("error") if isinstance(body, dict) else None
+    generated = inner.get("failed_generation") if isinstance(inner, dict) else None
+    return Failure(
+        text, one_line(said or text, 300), status or _status_in(body), _named(body, text),
+        retry_after(headers or {}, text), generated if isinstance(generated, str) else "",
+    )  # fmt: skip
+
+
+class ModelFault(ProviderError):
+    """The model's reply was unusable: worth another try, and after that a word to the model."""
+
+
+def learned_limit(text: str) -> int | None:
+    """The context window that an overflow's text names, in tokens; never a difference or an error code."""
+    found = says(LIMITS, text)
+    return int(found[1]) if found and int(found[1]) >= 1024 else None
+
+
+def _is_overflow(failure: Failure, size: int) -> bool:
+    """Whether the request was too long; `size` is that of its body in bytes."""
+    if says(NOT_OVERFLOW, failure.text):
+        return False
+    if found := says(r"Limit:? (\d+), (?:Used:? \d+, )?Requested:? (\d+)", failure.text):
+        return int(found[2]) > int(found[1])  # waiting never helps: one request is larger than a minute's allowance
+    if says(OVERFLOW, failure.text):
+        return True
+    return failure.status == 413 or (failure.status == 400 and not failure.text and size > 20_000)
+
+
+def _refused(where: str, said: str, status: int) -> ProviderError:
+    return ProviderError(f"{where} refused the request ({said or f'HTTP {status}'}). Try another model or --api.")
+
+
+def classify(failure: Failure, where: str, model: str, size: int = 0) -> ProviderError:
+    """The error for the user that a failure means, and whether a later try may succeed.
+
+    `where` is the server's address, `size` the request's in bytes. Text beats status; throttling comes before
+    overflow, and what looks like an accident but is a fault of the request is not tried again.
+    """
+    text, status, said = failure.text, failure.status, failure.said.rstrip(" .")
+    asks_to_wait = failure.wait_s is not None and not says(r"PerDay|limit: 0\b", text)
+    if _is_overflow(failure, size):
+        return ContextOverflow(f"{where}: the request is too long ({said or f'HTTP {status}'})", learned_limit(text))
+    if says(QUOTA, text) and not (says(MINUTE_QUOTA, text) and asks_to_wait):
+        return ProviderError(f"{where}: no quota or credit is left ({said}). Top it up, or choose another model.")
+    if says(MODEL_FAULT, text):
+        return ModelFault(f"{where} could not read what the model wrote ({said})", retryable=True)
+    if says(FILTERED, text):
+        return ProviderError(f"{where} filtered this by its content policy ({said}). Put the request in other words.")
+    if status == 401 or says(KEY, text):
+        return ProviderError(f"{where} refused the key ({said or 'HTTP 401'}). Check OPENAI_API_KEY.")
+    if says(NO_TOOLS, text):
+        hint = "Try --api json, another model, or the server's switch for tool calls."
+        return ProviderError(f"{model} on {where} does not call tools ({said}). {hint}")
+    if status in (400, 404) and says(NO_MODEL, text):
+        return ProviderError(f"{where} has no model {model} ({said}). Choose another with --model or /model.")
+    if status in (404, 405) or (status < 400 and says(NO_ENDPOINT, text)):
+        return ProviderError(
+            f"{where} is no API endpoint ({said or f'HTTP {status}'}). Check --base-url: most end in /v1."
+        )
+    if status == 402:
+        return ProviderError(f"{where} asks for payment ({said or 'HTTP 402'}). Check the account.")
+    if status == 403 and not says(BUSY, text):
+        hint = "Check what the key may do, your region, and any proxy in between."
+        return ProviderError(f"{where} refused access ({said or 'HTTP 403'}). {hint}")
+    if says(REQUEST_FAULT, text) and not says(BUSY, text) and status not in (408, 409, 425, 429, 498):
+        return _refused(where, said, status)
+    if status in (0, 408, 409, 425, 429, 498, 499) or status >= 500 or says(BUSY, text):
+        kind = "limits the rate of requests" if status == 429 else "is not able to answer now"
+        return ProviderError(f"{where} {kind} ({said or f'HTTP {status}'})", True, failure.wait_s)
+    return _refused(where, said, status)
+
+
+def backoff(attempt: int, retry_after_s: float | None, chance: float) -> float:
+    """Seconds to wait after failed attempt 1, 2, ...: what the server asks, else 1, 2, 4 ... 30 with 25 % jitter.
+
+    `chance` is a random number in [0, 1).
+    """
+    if retry_after_s is not None:
+        return max(retry_after_s, 0.1 * attempt)  # some servers say 0 for as long as they are down
+    return float(min(30.0, 2.0 ** (attempt - 1)) * (1 - 0.25 * chance))
+
+
+# --- Provider: adaptation -------------------------------------------------------------------------
+# What servers refuse, and how to ask them instead. As little as possible is sent from the start; what a server
+# refuses in spite of that is changed once and remembered for this model on this server.
+
+
+@dataclass(frozen=True)
+class Adaptation:
+    """How one model on one server wants to be asked, as far as its refusals have told.
+
+    `flags` are words of FIXES, `dropped` parameters that it refuses, `window` the context window it named.
+    """
+
+    flags: frozenset[str] = frozenset()
+    dropped: frozenset[str] = frozenset()
+    max_tokens: int | None = None
+    window: int | None = None
+
+
+WIRES = ("chat", "responses", "json")
+FIXES = (
+    # the flag to set, the wires it is for ("": all), what the server said, what the user is told
+    ("responses", "chat", r"v1/responses|not a chat model|OperationNotSupported|chatCompletion operation does not work",
+     "this model is asked through the Responses API from now on"),  # OpenAI, Azure
+    ("json", "chat", NO_TOOLS + r"|unknown variant `?tool`?|only user and assistant roles are supported",
+     "this model does not call tools itself: its replies are bound to a schema from now on"),  # Ollama, vLLM, templates
+    ("no_stream", "", r"verified to stream|stream(?:ing)? is not supported",
+     "replies come whole, not streamed"),  # OpenAI
+    ("no_summary", "responses", r"reasoning summar|reasoning\.summary", "reasoning is not shown"),  # OpenAI
+    ("no_encrypted", "responses", r"encrypted content is not supported", "reasoning is not kept"),  # OpenAI, old models
+    ("no_item_ids", "responses", r"without its required 'reasoning' item", "calls are sent without their item ids"),
+    ("no_native", "responses", r"encrypted content could not be verified|invalid_encrypted_content|not persisted when"
+     r"|without its required following item", "earlier reasoning is left out"),
+    ("reasoning_back", "chat", r"reasoning_content.{0,60}(?:passed back|missing|required)",
+     "the model's reasoning is sent back to it"),  # DeepSeek, Kimi
+    ("no_reasoning_back", "chat", r"reasoning\w*.{0,40}(?:unsupported|not supported|not permitted|extra|unrecognized)",
+     "the model's reasoning is not sent back to it"),  # Groq, Cerebras, Mistral
+    ("signatures", "chat", r"thought_signature", "calls of other models are marked as unsigned"),  # Gemini 3
+    ("never_empty", "chat", r"content: Input should be a valid string|content.{0,30}(?:null|None)|invalid type: null"
+     r"|non-empty|content is empty|must not be empty|content or tool_calls must be set",
+     "empty contents are sent as a short text"),  # FastAPI servers; Anthropic, Moonshot, Z.ai
+    ("bridge", "chat", r"unexpected role 'user' after role 'tool'|roles must alternate",
+     "a short assistant message is put between a tool result and a prompt"),  # older Mistral, templates
+    ("system_as_user", "chat", r"system role (?:is )?not supported|unknown variant `?system`?",
+     "the system prompt is sent as part of the first message"),  # Gemma templates
+    ("no_strict", "", r"\bstrict\b", "tools are sent without `strict`"),
+    ("no_tool_name", "chat", r"messages.{0,20}\bname\b.{0,40}(?:not permitted|unrecognized|unknown|unsupported)",
+     "tool results are sent without the tool's name"),
+    ("v1", "", r"page not found|unexpected endpoint|^not found$|cannot post", "/v1 is added to the base URL"),
+)  # fmt: skip
+FIXED = frozenset({"model", "messages", "input", "instructions", "tools"})  # never dropped from a request
+# what must not outlive this run: it was true of the transcript, or of a guess, and not of the server
+PASSING = frozenset({"no_native", "json_guess"})
+DAYS_REMEMBERED = 30  # servers are updated: what they refuse is asked again after a month
+
+
+def _more_room(failure: Failure, body: Mapping[str, Any]) -> int | None:
+    """How many tokens of output the server would grant, when it refused more than that."""
+    if afford := says(r"can only afford (\d+)", failure.text):  # OpenRouter reserves the model's maximum if unasked
+        return int(afford[1]) if int(afford[1]) >= 1000 else None
+    if not {"max_tokens", "max_completion_tokens"} & set(body):
+        return None
+    window = learned_limit(failure.text)
+    used = says(r"request has (\d+) input|context limit: (\d+) \+|contains (?:at least )?(\d+) input", failure.text)
+    room = window - int(next(filter(None, used.groups()))) - 256 if window and used else 0
+    return room if room >= 256 else None
+
+
+def adapt(
+    failure: Failure, adaptation: Adaptation, body: Mapping[str, Any], wire: str, wires: Sequence[str], has_v1: bool
+) -> tuple[Adaptation, str] | None:
+    """How to ask after this refusal, and what to tell the user; None when nothing is left to change.
+
+    `body` is the refused request on `wire`; `wires` are those that may be switched to; `has_v1`: the base URL names
+    a version. Every change takes away something that was not taken away before.
+    """
+    room = _more_room(failure, body)
+    if room and (adaptation.max_tokens is None or room < adaptation.max_tokens):
+        return dataclasses.replace(adaptation, max_tokens=room), f"replies are limited to {room} tokens"
+    for flag, only, pattern, what in FIXES:
+        fits = (not only or only == wire) and flag not in adaptation.flags and says(pattern, failure.text)
+        if not fits or (flag in WIRES and flag not in wires) or (flag == "v1" and has_v1):
+            continue
+        opposite = {flag.removeprefix("no_"), "no_" + flag}
+        return dataclasses.replace(adaptation, flags=adaptation.flags - opposite | {flag}), what
+    if (
+        wire == "responses"
+        and "chat" in wires
+        and failure.status in (404, 405, 501)
+        and not says(NO_MODEL, failure.text)
+    ):
+        flags = adaptation.flags - {"responses"} | {"chat"}
+        return dataclasses.replace(adaptation, flags=flags), "this server is asked through Chat Completions from now on"
+    refused = [name for name in body if name not in FIXED and name in {n.split(".")[0] for n in failure.names}]
+    if refused and failure.status in (0, 400, 404, 422, 500):
+        dropped = adaptation.dropped | set(refused)
+        return dataclasses.replace(adaptation, dropped=dropped), f"{', '.join(refused)}: not sent any more"
+    return None
+
+
+def adapted_body(body: dict[str, Any], adaptation: Adaptation) -> dict[str, Any]:
+    """The request without what the server refuses, as far as every wire has it."""
+    body = {key: value for key, value in body.items() if key not in adaptation.dropped}
+    if "no_stream" in adaptation.flags:
+        body = {key: value for key, value in body.items() if key != "stream_options"} | {"stream": False}
+    if "no_strict" in adaptation.flags and "tools" in body:
+        body["tools"] = [{key: value for key, value in tool.items() if key != "strict"} for tool in body["tools"]]
+    if adaptation.max_tokens:
+        name = "max_output_tokens" if "input" in body else "max_tokens"
+        body["max_completion_tokens" if name in adaptation.dropped else name] = adaptation.max_tokens
+    return body
+
+
+class AdaptationFile:
+    """The adaptations on disk, one per (base URL, model); a file that cannot be read or written is no error."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._known: dict[str, Adaptation] = {}
+
+    def _read(self) -> dict[str, Any]:
+        try:
+            entries = json.loads(self.path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+        return entries if isinstance(entries, dict) else {}
+
+    def load(self, source: str) -> Adaptation:
+        """What is known of a (base URL, model)."""
+        if source not in self._known:
+            self._known[source] = Adaptation()
+            with contextlib.suppress(KeyError, TypeError, ValueError):
+                entry = self._read()[source]
+                if time.time() - entry["at"] < DAYS_REMEMBERED * 86_400:
+                    flags, dropped = frozenset(map(str, entry["flags"])), frozenset(map(str, entry["dropped"]))
+                    numbers = [int(entry[key]) if entry[key] else None for key in ("max_tokens", "window")]
+                    self._known[source] = Adaptation(flags, dropped, *numbers)
+        return self._known[source]
+
+    def save(self, source: str, adaptation: Adaptation, keep_window: bool) -> None:
+        """Remember it, on disk without what is only true of this run."""
+        self._known[source] = adaptation
+        entry = {
+            "at": int(time.time()), "flags": sorted(adaptation.flags - PASSING), "dropped": sorted(adaptation.dropped),
+            "max_tokens": adaptation.max_tokens, "window": adaptation.window if keep_window else None,
+        }  # fmt: skip
+        with contextlib.suppress(OSError):
+            self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            handle, temporary = tempfile.mkstemp(dir=self.path.parent, prefix=".providers-")  # mode 0600
+            with open(handle, "w", encoding="utf-8") as file:
+                json.dump(self._read() | {source: entry}, file, indent=1)
+            os.replace(temporary, self.path)
+
+
+# --- Provider: wires ------------------------------------------------------------------------------
+# The forms in which services are spoken to, and one tolerant reader for what they answer. Each wire builds a
+# request's body from the neutral transcript, and its reader builds one Reply from the events of the answer.
+# Everything that arrives is type-checked: servers send null, "", lists and objects where the others send text.
 
 
 class EventStream:
@@ -2462,8 +3087,6 @@ class EventStream:
 
     def feed(self, chunk: bytes) -> list[str]:
         """The data of the events that this chunk completes."""
-        if self._first and chunk:
-            chunk, self._first = chunk.removeprefix(codecs.BOM_UTF8), False
         *lines, self._rest = (self._rest + chunk).split(b"\n")
         return [data for line in lines for data in self._line(line.rstrip(b"\r"))]
 
@@ -2472,25 +3095,146 @@ class EventStream:
         return [*self._line(self._rest.rstrip(b"\r")), *self._line(b"")]
 
     def _line(self, line: bytes) -> Iterator[str]:
+        if self._first:
+            line, self._first = line.removeprefix(codecs.BOM_UTF8), False
         if not line:
             data, self._data = "\n".join(self._data), []
             if data.strip():
                 yield data
             return
         name, _, value = line.partition(b":")
+        if line.startswith(b"{") and line.endswith(b"}"):  # a bare JSON object where a stream was promised
+            yield line.decode("utf-8", "replace")
         if name in (b"data", b"error"):
             self._data.append(value.decode("utf-8", "replace").removeprefix(" "))
+
+
+def decode_event(data: str) -> dict[str, Any]:
+    """One event's data as an object, {"done": True} for the end mark; raises Failed when it is an error's text."""
+    if data.strip() == "[DONE]":
+        return {"done": True}
+    try:
+        event = json.loads(data)
+    except (ValueError, RecursionError):
+        event = data
+    if not isinstance(event, dict):
+        raise Failed(read_failure(event))
+    return event
+
+
+def _text_of(value: Any) -> str:
+    """A content as text: a string, or a list of parts of which only texts and refusals count."""
+    if isinstance(value, str):
+        return value
+    parts = value if isinstance(value, list) else []
+    return "".join(_text_of(p.get("text") or p.get("refusal")) if isinstance(p, dict) else _text_of(p) for p in parts)
+
+
+def _number(value: Any) -> int:
+    return value if isinstance(value, int) and value > 0 else 0
+
+
+def _usage(report: Any) -> Usage | None:
+    """The tokens that a usage object of either wire reports; None for anything else."""
+    if not isinstance(report, dict):
+        return None
+    details = report.get("prompt_tokens_details") or report.get("input_tokens_details") or {}
+    cached = details.get("cached_tokens") if isinstance(details, dict) else 0
+    given = _number(report.get("prompt_tokens")) or _number(report.get("input_tokens"))
+    return Usage(
+        given, _number(cached), _number(report.get("completion_tokens")) or _number(report.get("output_tokens"))
+    )
+
+
+THINK_TAGS = (
+    ("<think>", "</think>"), ("<thinking>", "</thinking>"), ("<thought>", "</thought>"), ("[THINK]", "[/THINK]"),
+    ("◁think▷", "◁/think▷"), ("<|channel|>analysis<|message|>", "<|end|>"),
+)  # fmt: skip
+# an end tag alone: the opening one stood in the prompt. In quotes it is only talked about
+LONE_END = re.compile(r"(?<![`'\"])</think>(?![`'\"])")
+
+
+class ThoughtFilter:
+    """Parts streamed text into thinking and answer, where a model thinks in tags at the beginning.
+
+    `thinks_first`: its template opens the tag already, so that only the end tag comes. Where that was not known,
+    what was taken for the answer turns out to be thinking, and `thinks_first` becomes true.
+    """
+
+    def __init__(self, thinks_first: bool = False) -> None:
+        self.thinks_first = thinks_first
+        self.answer = ""
+        self._held = ""  # not decided yet: the beginning, or what may be the start of the end tag
+        self._end = THINK_TAGS[0][1] if thinks_first else ""  # the tag that ends the thinking we are in
+        self._begun = False
+        self._thought = ""
+
+    def feed(self, text: str) -> list[Delta]:
+        """The deltas that this piece of text completes."""
+        self._held += text
+        if not self._begun:
+            start = self._held.lstrip()
+            for opening, end in THINK_TAGS:
+                if start.startswith(opening):
+                    self._held, self._end, self._begun = start[len(opening) :], end, True
+                elif opening.startswith(start):
+                    return []
+            self._begun = True
+        return self._think() if self._end else self._say()
+
+    def _think(self) -> list[Delta]:
+        thought, tag, rest = self._held.partition(self._end)
+        keep = next((n for n in range(len(self._end) - 1, 0, -1) if thought.endswith(self._end[:n])), 0)
+        if not tag and keep:
+            thought, rest = thought[:-keep], thought[-keep:]
+        self._held, self._thought = rest, self._thought + thought
+        deltas: list[Delta] = [ThinkingDelta(thought)] if thought else []
+        if tag:
+            self._held, self._end = rest.lstrip("\n"), ""
+            deltas += self._say()
+        return deltas
+
+    def _say(self) -> list[Delta]:
+        text, self._held = self._held, ""
+        deltas: list[Delta] = []
+        ends = not self.thinks_first and "</think>" in self.answer[-8:] + text
+        if ends and (found := LONE_END.search(self.answer + text)):
+            so_far, self.answer, self.thinks_first = self.answer, "", True
+            thought, text = (so_far + text)[len(so_far) : found.start()], (so_far + text)[found.end() :].lstrip("\n")
+            deltas += [ThinkingDelta(thought)] if thought else []
+        self.answer += text
+        return [*deltas, TextDelta(text)] if text else deltas
+
+    def finish(self) -> list[Delta]:
+        """What was held back to the end; what seemed to be thinking is the answer if its end never came."""
+        if self._end and self.thinks_first:
+            self._end, self._held = "", self._thought + self._held
+        if self._end:
+            thought, self._held = self._held, ""
+            return [ThinkingDelta(thought)] if thought else []
+        return self._say()
 
 
 class ReplyReader(Protocol):
     """Builds one Reply from the events of one response."""
 
+    finished: bool
+    """The end mark has come: nothing more is to be read."""
+    complete: bool
+    """The answer is whole; the rest, such as the usage, may still follow."""
+    patient: bool
+    """The model has begun to think without a word: silence is no stall."""
+
     def feed(self, event: dict[str, Any]) -> list[Delta]:
-        """Take one decoded event; raises ProviderError when it reports an error."""
+        """Take one decoded event; raises Failed when it reports an error."""
+        ...
+
+    def end(self) -> list[Delta]:
+        """No more events come: what was held back."""
         ...
 
     def reply(self) -> Reply:
-        """The whole reply; raises ProviderError when the stream ended before it was complete."""
+        """The whole reply; raises Failed when the stream ended before it was complete."""
         ...
 
 
@@ -2499,113 +3243,191 @@ class Wire(Protocol):
 
     path: str
 
-    def body(self, model: str, messages: Sequence[Message], tools: Sequence[Tool]) -> dict[str, Any]:
-        """The request's JSON body."""
+    def body(
+        self, source: str, model: str, messages: Sequence[Message], tools: Sequence[Tool], adaptation: Adaptation
+    ) -> dict[str, Any]:
+        """The request's JSON body for valid messages; native content goes only to the `source` that it came from."""
         ...
 
-    def reader(self) -> ReplyReader:
+    def reader(self, source: str, adaptation: Adaptation) -> ReplyReader:
         """A fresh reader for one response."""
         ...
 
 
-def _usage(report: dict[str, Any]) -> Usage:
-    cached = (report.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-    return Usage(report.get("prompt_tokens") or 0, cached, report.get("completion_tokens") or 0)
+BROKE_OFF = Failure("the reply broke off before it was complete", "the reply broke off before it was complete")
+NO_REPLY = Failure("malformed_call: the model answered with nothing", "the model answered with nothing")
+REASONING_KEYS = ("reasoning_content", "reasoning", "reasoning_text")  # the first non-empty one counts
+FINISH_OVERFLOW = r"model_context_window_exceeded|context_length"  # Z.ai
+FINISH_FAILED = (
+    r"^error$|insufficient_system_resource|MALFORMED_FUNCTION_CALL|^malformed"  # OpenRouter, DeepSeek, Gemini
+)
 
 
-def _status_in(body: dict[str, Any]) -> int:
-    """An HTTP status that an error inside a 200 response names, else 0."""
-    error = body.get("error")
-    code = error.get("code") if isinstance(error, dict) else None
-    return code if isinstance(code, int) and 400 <= code < 600 else 0
+def checked_finish(word: str) -> str:
+    """The finish reason in our words, "stop" for unknown ones; raises Failed for those that are errors."""
+    if word in ("length", "max_tokens", "max_output_tokens", "model_length"):
+        return "length"
+    if says(FINISH_OVERFLOW, word):
+        raise Failed(Failure("context_length_exceeded", "the context window is full"))
+    if says(FINISH_FAILED, word):
+        raise Failed(Failure(word, f"the reply ended with {one_line(word)!r}"))
+    if word in ("content_filter", "content-filter", "safety", "SAFETY", "sensitive"):
+        raise Failed(Failure("content_filter", "the answer was cut off by the filter", status=400))
+    return "stop"
 
 
-def error_text(body: Any) -> str:
-    """The messages of an error body, whatever its shape; never the request that some servers echo."""
-    if isinstance(body, list):
-        return "; ".join(filter(None, map(error_text, body)))
-    if not isinstance(body, dict):
-        return str(body or "")
-    parts = [error_text(body[key]) for key in ("error", "message", "detail", "msg", "code", "type") if body.get(key)]
-    return "; ".join(dict.fromkeys(filter(None, parts)))
+def _is_whole_json(text: str) -> bool:
+    with contextlib.suppress(ValueError, RecursionError):
+        json.loads(text, strict=False)
+        return True
+    return False
 
 
-def error_from_body(body: Any, status: int, retry_after_s: float | None = None) -> ProviderError:
-    """The error that a server's answer means: judged by its text first, then by its status."""
-    text = one_line(error_text(body), 500) or f"HTTP status {status}"
-    if OVERFLOW.search(text):
-        limit = OVERFLOW_LIMIT.search(text)
-        return ContextOverflow(text, int(limit[1]) if limit else None)
-    if QUOTA.search(text):
-        return ProviderError(f"the account's quota is used up: {text}")
-    if status in (401, 403):
-        return ProviderError(f"the server refused the key ({text}). Check OPENAI_API_KEY and the base URL.")
-    if status == 404:
-        return ProviderError(f"not found ({text}). Check --model and --base-url; the URL usually ends in /v1.")
-    retryable = status in (0, 408, 409, 425, 429, 498) or status >= 500
-    return ProviderError(f"{text} (HTTP {status})" if status else text, retryable, retry_after_s)
+class CallSlots:
+    """Puts streamed pieces of tool calls together, also where index, id or name are missing or repeated.
+
+    The slot is found by the piece's index, or is the last one. A piece begins a new call when its id differs
+    from the slot's, or when it brings a name although the slot's arguments are already whole.
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[dict[str, Any]] = []
+        self._by_index: dict[Any, dict[str, Any]] = {}
+
+    def add(self, piece: dict[str, Any]) -> None:
+        """Take one piece: {"index"?, "id"?, "function": {"name"?, "arguments"?}, "extra_content"?}."""
+        function: dict[str, Any] = piece["function"] if isinstance(piece.get("function"), dict) else piece
+        index = piece.get("index") if isinstance(piece.get("index"), int) else None
+        identity, name, arguments = piece.get("id"), function.get("name"), function.get("arguments")
+        identity, name = (text if isinstance(text, str) else "" for text in (identity, name))
+        if isinstance(arguments, dict | list):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        arguments = arguments if isinstance(arguments, str) else ""
+        slot = self._by_index.get(index) if index is not None else (self.calls[-1] if self.calls else None)
+        if slot and identity and slot["id"] == identity and name and slot["arguments"] == arguments != "":
+            return  # the whole call once more
+        if slot is None or self._begins_another(slot, identity, name, arguments):
+            slot = {"id": "", "name": "", "arguments": "", "extra": {}}
+            self.calls.append(slot)
+        if index is not None:
+            self._by_index[index] = slot
+        slot["id"] = slot["id"] or identity
+        if name != slot["name"]:
+            slot["name"] += name
+        slot["arguments"] += arguments
+        if isinstance(piece.get("extra_content"), dict):
+            slot["extra"] = {"extra_content": piece["extra_content"]}
+
+    def _begins_another(self, slot: dict[str, Any], identity: str, name: str, arguments: str) -> bool:
+        if identity and slot["id"] and identity != slot["id"]:
+            return True
+        whole = bool(name) and _is_whole_json(slot["arguments"])
+        return whole and (not identity or identity != slot["id"] or arguments != "")
+
+
+def _merge_details(details: list[dict[str, Any]], pieces: Any) -> None:
+    """Add streamed pieces of OpenRouter's `reasoning_details`: texts of one index and type are joined."""
+    for piece in pieces if isinstance(pieces, list) else ():
+        if not isinstance(piece, dict):
+            continue
+        last = details[-1] if details else {}
+        if piece.get("type") != last.get("type") or piece.get("index") != last.get("index"):
+            details.append(dict(piece))
+            continue
+        for key, value in piece.items():
+            joined = key in ("text", "summary", "data") and isinstance(value, str) and isinstance(last.get(key), str)
+            last[key] = last[key] + value if joined else value or last.get(key)
 
 
 class ChatReader:
     """Builds a Reply from Chat Completions chunks, or from a whole completion sent as one event."""
 
-    def __init__(self) -> None:
-        self._text: list[str] = []
-        self._calls: list[dict[str, str]] = []
-        self._by_index: dict[int, dict[str, str]] = {}
+    patient = False
+
+    def __init__(self, source: str = "", thinks_first: bool = False) -> None:
+        self.finished = self.complete = False
+        self._source = source
+        self._filter = ThoughtFilter(thinks_first)
+        self._slots = CallSlots()
+        self._thoughts: dict[str, str] = {}
+        self._details: list[dict[str, Any]] = []
         self._finish = ""
-        self._done = False
         self._usage: Usage | None = None
 
     def feed(self, event: dict[str, Any]) -> list[Delta]:
         """Take one decoded chunk."""
         if event.get("done"):
-            self._done = True
+            self.finished = True
             return []
-        if event.get("error") or ("choices" not in event and ("message" in event or "detail" in event)):
-            raise error_from_body(event, status=_status_in(event))
-        if isinstance(event.get("usage"), dict):
-            self._usage = _usage(event["usage"])
+        choices = event.get("choices")
+        if event.get("error") or (choices is None and (event.get("message") or event.get("detail"))):
+            raise Failed(read_failure(event))
+        self._usage = _usage(event.get("usage")) or self._usage
         deltas: list[Delta] = []
-        for choice in event.get("choices") or ():
-            deltas += self._delta(choice.get("delta") or choice.get("message") or {})
-            self._finish = choice.get("finish_reason") or self._finish
+        for choice in choices if isinstance(choices, list) else ():
+            if not isinstance(choice, dict):
+                continue
+            self._usage = _usage(choice.get("usage")) or self._usage
+            delta, whole = choice.get("delta"), choice.get("message")
+            if isinstance(delta, dict) and delta:
+                deltas += self._delta(delta)
+            elif isinstance(whole, dict) and not self._filter.answer and not self._slots.calls:
+                deltas += self._delta(whole)
+            if isinstance(choice.get("finish_reason"), str):
+                self._finish = choice["finish_reason"] or self._finish
+                self.complete = bool(self._finish)
         return deltas
 
     def _delta(self, delta: dict[str, Any]) -> list[Delta]:
-        for call in delta.get("tool_calls") or ():
-            self._call(call)
+        for piece in delta["tool_calls"] if isinstance(delta.get("tool_calls"), list) else ():
+            if isinstance(piece, dict):
+                self._slots.add(piece)
+        if isinstance(delta.get("function_call"), dict):  # before there were tools
+            self._slots.add({"index": 0, "function": delta["function_call"]})
         deltas: list[Delta] = []
-        for key in ("reasoning_content", "reasoning"):
-            if isinstance(delta.get(key), str) and delta[key]:
-                deltas.append(ThinkingDelta(delta[key]))
+        _merge_details(self._details, delta.get("reasoning_details"))
+        for key in REASONING_KEYS:
+            if thought := _text_of(delta.get(key)):
+                self._thoughts[key] = self._thoughts.get(key, "") + thought
+                deltas.append(ThinkingDelta(thought))
                 break
-        if isinstance(delta.get("content"), str) and delta["content"]:
-            self._text.append(delta["content"])
-            deltas.append(TextDelta(delta["content"]))
+        content = delta.get("content")
+        for part in content if isinstance(content, list) else [content, delta.get("refusal")]:
+            if isinstance(part, dict) and "thinking" in part:  # Mistral's parts
+                if thought := _text_of(part["thinking"]):
+                    deltas.append(ThinkingDelta(thought))
+            else:
+                deltas += self._filter.feed(_text_of([part]))
         return deltas
 
-    def _call(self, delta: dict[str, Any]) -> None:
-        """Merge one piece of a tool call: by index; a new id under an old index is a new call."""
-        function, index, id_ = delta.get("function") or {}, delta.get("index"), delta.get("id") or ""
-        call = self._by_index.get(index) if index is not None else (self._calls[-1] if self._calls else None)
-        if call is None or (id_ and call["id"] and id_ != call["id"]):
-            call = {"id": "", "name": "", "arguments": ""}
-            self._calls.append(call)
-            if index is not None:
-                self._by_index[index] = call
-        call["id"] = call["id"] or id_
-        if function.get("name") and function["name"] != call["name"]:
-            call["name"] += function["name"]
-        arguments = function.get("arguments") or ""
-        call["arguments"] += arguments if isinstance(arguments, str) else json.dumps(arguments)
+    def end(self) -> list[Delta]:
+        """What was held back."""
+        return self._filter.finish()
 
     def reply(self) -> Reply:
-        """The whole reply; a stream that ended without finish_reason or [DONE] is no reply."""
-        if not self._finish and not self._done:
-            raise ProviderError("the reply broke off before it was complete", retryable=True)
-        calls = [ToolCall(c["id"], c["name"], c["arguments"]) for c in self._calls]
-        return Reply(assistant_message("".join(self._text), calls), self._finish or "stop", self._usage)
+        """The whole reply; a stream that ended without finish_reason, or [DONE] with all calls whole, is no reply."""
+        calls = [call for call in self._slots.calls if call["name"] or call["arguments"]]
+        is_whole = all(_is_whole_json(call["arguments"] or "{}") for call in calls)
+        if not self._finish and not (self.finished and is_whole and (calls or self._filter.answer)):
+            raise Failed(BROKE_OFF)
+        finish = checked_finish(self._finish)
+        text = self._filter.answer
+        if finish == "length" and not text and not calls and not self._thoughts and not (self._usage or Usage()).output:
+            raise Failed(Failure("context_length_exceeded", "no room was left for an answer"))
+        native: dict[str, Any] = {"reasoning": dict(self._thoughts)} if self._thoughts else {}
+        if self._details:
+            native["reasoning"] = {"reasoning_details": self._details}
+        if any(call["extra"] for call in calls):
+            native["calls"] = [call["extra"] for call in calls]
+        said = [ToolCall(call["id"], call["name"], call["arguments"]) for call in calls]
+        message = with_native(assistant_message(text, said), self._source, native)
+        return Reply(message, finish, self._usage, thinks_first=self._filter.thinks_first)
+
+
+UNSIGNED = {"extra_content": {"google": {"thought_signature": "skip_thought_signature_validator"}}}
+BRIDGE = "Noted."
+EMPTY = "(no text)"
+NO_REASONING_HOSTS = r"groq\.com|cerebras\.ai|mistral\.ai"  # they produce reasoning and refuse to see it again
 
 
 class ChatWire:
@@ -2613,9 +3435,18 @@ class ChatWire:
 
     path = "/chat/completions"
 
-    def body(self, model: str, messages: Sequence[Message], tools: Sequence[Tool]) -> dict[str, Any]:
+    def body(
+        self, source: str, model: str, messages: Sequence[Message], tools: Sequence[Tool], adaptation: Adaptation
+    ) -> dict[str, Any]:
         """As few parameters as possible: each one is refused by some server."""
-        body: dict[str, Any] = {"model": model, "messages": list(messages)}
+        sent: list[Message] = []
+        for message in messages:
+            if message["role"] == "user" and sent and sent[-1]["role"] == "tool" and "bridge" in adaptation.flags:
+                sent.append(assistant_message(BRIDGE))
+            sent.append(self._message(source, message, adaptation.flags))
+        if "system_as_user" in adaptation.flags and len(sent) > 1 and sent[0]["role"] == "system":
+            sent[:2] = [user_message(f"{sent[0]['content']}\n\n{sent[1]['content']}")]
+        body: dict[str, Any] = {"model": model, "messages": sent}
         if tools:
             body["tools"] = [
                 {
@@ -2626,31 +3457,314 @@ class ChatWire:
             ]
         return body | {"stream": True, "stream_options": {"include_usage": True}}
 
-    def reader(self) -> ReplyReader:
+    def _message(self, source: str, message: Message, flags: frozenset[str]) -> Message:
+        """One message with its native content, where that came from this source, and without it elsewhere."""
+        native, sent = native_of(message, source), without_native(message)
+        if "no_tool_name" in flags and sent["role"] == "tool":
+            del sent["name"]
+        if sent["role"] != "assistant":
+            return sent
+        if sent["content"] is None and "never_empty" in flags:
+            sent["content"] = EMPTY
+        if calls := sent.get("tool_calls"):
+            extras = native.get("calls") or []
+            if len(extras) != len(calls):
+                extras = [UNSIGNED if "signatures" in flags else {}] * len(calls)
+            sent["tool_calls"] = [call | extra for call, extra in zip(calls, extras, strict=True)]
+        wanted = "reasoning_back" in flags or not (says(NO_REASONING_HOSTS, source) or "no_reasoning_back" in flags)
+        reasoning = native.get("reasoning") or {}
+        if "reasoning_back" in flags and not reasoning.get("reasoning_content"):
+            reasoning = {"reasoning_content": EMPTY}  # it must not be empty, and other models' is not ours to send
+        return sent | reasoning if wanted else sent
+
+    def reader(self, source: str, adaptation: Adaptation) -> ReplyReader:
         """A fresh reader for one response."""
-        return ChatReader()
+        return ChatReader(source, "thinks_first" in adaptation.flags)
 
 
-def retry_after(headers: Mapping[str, str]) -> float | None:
-    """Seconds that the server asks to wait: Retry-After-Ms, or Retry-After in seconds or as a date."""
-    with contextlib.suppress(KeyError, ValueError):
-        return float(headers["retry-after-ms"]) / 1000
-    value = headers.get("retry-after", "")
-    with contextlib.suppress(ValueError):
-        return float(value.removesuffix("s"))
-    with contextlib.suppress(ValueError, TypeError):
-        return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - time.time())
-    return None
+class ResponsesReader:
+    """Builds a Reply from the events of the Responses API, or from a whole response sent as one event."""
+
+    def __init__(self, source: str = "") -> None:
+        self.finished = self.complete = self.patient = False
+        self._source = source
+        self._streamed: list[str] = []
+        self._items: list[dict[str, Any]] = []
+        self._final: dict[str, Any] = {}
+
+    def feed(self, event: dict[str, Any]) -> list[Delta]:
+        """Take one decoded event; unknown ones are passed over."""
+        kind, response = str(event.get("type") or ""), event.get("response")
+        response = response if isinstance(response, dict) else {}
+        if event.get("object") == "response":  # a whole one, not streamed
+            kind, response = f"response.{event.get('status')}", event
+        if kind in ("error", "response.failed", "response.cancelled") or (not kind and not event.get("done")):
+            raise Failed(read_failure(response.get("error") or event))
+        if kind in ("response.completed", "response.incomplete"):
+            self.finished, self.complete, self._final = True, True, response
+        item, delta = event.get("item"), event.get("delta")
+        if isinstance(item, dict):
+            self.patient = kind == "response.output_item.added" and item.get("type") == "reasoning"
+            if kind == "response.output_item.done":
+                self._items.append(item)
+        if not isinstance(delta, str) or not delta:
+            return []
+        if kind in ("response.reasoning_summary_text.delta", "response.reasoning_text.delta"):
+            return [ThinkingDelta(delta)]
+        if kind in ("response.output_text.delta", "response.refusal.delta"):
+            self._streamed.append(delta)
+            return [TextDelta(delta)]
+        return []
+
+    def end(self) -> list[Delta]:
+        """Nothing is held back."""
+        return []
+
+    def reply(self) -> Reply:
+        """The whole reply; without its closing event it is none."""
+        if not self.finished:
+            raise Failed(BROKE_OFF)
+        details = self._final.get("incomplete_details")
+        reason = details.get("reason") if isinstance(details, dict) else None
+        finish = checked_finish(str(reason or "length")) if self._final.get("status") == "incomplete" else "stop"
+        output = self._final.get("output")
+        items = self._items or [item for item in output or () if isinstance(item, dict)]
+        text = "".join(_text_of(item.get("content")) for item in items if item.get("type") == "message")
+        calls = []
+        for item in items:
+            if item.get("type") == "function_call":
+                slots = CallSlots()
+                slots.add(item | {"id": item.get("call_id")})
+                calls.append(ToolCall(slots.calls[0]["id"], slots.calls[0]["name"], slots.calls[0]["arguments"]))
+        message = assistant_message(text or "".join(self._streamed), calls)
+        native = {"items": [{k: v for k, v in item.items() if v is not None} for item in items]}
+        return Reply(with_native(message, self._source, native), finish, _usage(self._final.get("usage")))
 
 
-def backoff(attempt: int, retry_after_s: float | None, chance: float) -> float:
-    """Seconds to wait after failed attempt 1, 2, ...: what the server asks, else 1, 2, 4 ... 30 with 25 % jitter.
+NOT_REASONING = r"^(?:gpt-3|gpt-4|chatgpt)"  # models that refuse what is asked of reasoning models
 
-    `chance` is a random number in [0, 1).
+
+class ResponsesWire:
+    """The Responses API, with nothing stored at the service: reasoning comes encrypted and is sent back unchanged."""
+
+    path = "/responses"
+
+    def body(
+        self, source: str, model: str, messages: Sequence[Message], tools: Sequence[Tool], adaptation: Adaptation
+    ) -> dict[str, Any]:
+        """Items built from the neutral transcript; this source's own items as they came."""
+        flags, items = adaptation.flags, list[dict[str, Any]]()
+        body: dict[str, Any] = {"model": model}
+        theirs: dict[str, str] = {}  # our call id -> the id under which this source knows the call
+        for message in messages:
+            if message["role"] == "system":
+                body["instructions"] = message["content"]
+            elif message["role"] == "assistant":
+                items += self._assistant(native_of(message, source), message, flags, theirs)
+            elif message["role"] == "tool":
+                identity = theirs.get(message["tool_call_id"], message["tool_call_id"])
+                items.append({"type": "function_call_output", "call_id": identity, "output": message["content"]})
+            else:
+                items.append({"role": "user", "content": message["content"]})
+        body |= {"input": items, "store": False, "stream": True}
+        if tools:
+            body["tools"] = [
+                {
+                    "type": "function", "name": tool.name, "description": tool.description,
+                    "parameters": tool.parameters, "strict": False,
+                }
+                for tool in tools
+            ]  # fmt: skip
+        if not says(NOT_REASONING, model):
+            if "no_encrypted" not in flags:
+                body["include"] = ["reasoning.encrypted_content"]
+            if "no_summary" not in flags:
+                body["reasoning"] = {"summary": "auto"}
+        return body
+
+    def _assistant(
+        self, native: dict[str, Any], message: Message, flags: frozenset[str], theirs: dict[str, str]
+    ) -> list[dict[str, Any]]:
+        """The items of one assistant message; notes in `theirs` which ids the calls have there."""
+        calls = message_calls(message)
+        own = native.get("items") or []
+        asked = [item for item in own if item.get("type") == "function_call"]
+        ids = [item.get("call_id") for item in asked]
+        usable = all(isinstance(i, str) and 0 < len(i) <= 64 for i in ids) and len({*ids, *theirs.values()}) == len(
+            ids
+        ) + len(set(theirs.values()))
+        if not own or "no_native" in flags or len(asked) != len(calls) or not usable:
+            items: list[dict[str, Any]] = []
+            if text := message_text(message):
+                items.append({"role": "assistant", "content": text})
+            return items + [self._call(call.id, call) for call in calls]
+        theirs.update(zip((call.id for call in calls), ids, strict=True))
+        by_id = dict(zip(ids, calls, strict=True))
+        items = []
+        for item in own:
+            if item.get("type") == "reasoning" and (not item.get("encrypted_content") or "no_encrypted" in flags):
+                continue  # nothing is stored at the service, so that it could not find it
+            if item.get("type") == "function_call":  # arguments as they were mended, everything else as it came
+                item = item | self._call(item["call_id"], by_id[item["call_id"]])
+            items.append({k: v for k, v in item.items() if k != "id" or "no_item_ids" not in flags})
+        return items
+
+    def _call(self, identity: str, call: ToolCall) -> dict[str, Any]:
+        return {"type": "function_call", "call_id": identity, "name": call.name, "arguments": call.arguments}
+
+    def reader(self, source: str, adaptation: Adaptation) -> ReplyReader:
+        """A fresh reader for one response."""
+        return ResponsesReader(source)
+
+
+# Calls that a model prints as text, where its server does not know the model's own form of a call
+PRINTED_NOISE = re.compile(
+    r"\s+|```\w*|</?tool_calls?>|</?tools?>|\[TOOL_CALLS\]|</function(?:_calls?)?>|<function_calls?>"
+    r"|</?invoke>|</?[\w:]*tool_calls?>|<\|(?:python_tag|call|im_end|eom_id|eot_id|end|tool_call_end)\|>"
+    r"|<\|tool_calls_section_(?:begin|end)\|>|<｜tool▁calls?▁(?:begin|end)｜>(?=\s*<|\s*$)|<｜tool▁call▁end｜>|[\[\],;]"
+)
+PRINTED_HEADS = tuple(
+    re.compile(head)
+    for head in (
+        r"<function=(?P<name>[^>\s]+)>",  # Qwen 3 Coder, Llama
+        r"<invoke name=\"(?P<name>[^\"]+)\">",  # MiniMax, Anthropic's old form
+        r"(?:<\|start\|>assistant)?<\|channel\|>\w+ to=functions\.(?P<name>[\w.-]+)[^{]*?<\|message\|>",  # gpt-oss
+        r"<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?(?P<name>[\w.-]+)(?:<｜tool▁sep｜>)?",  # DeepSeek
+        r"<\|tool_call_begin\|>\s*(?P<name>[\w.:-]+)\s*<\|tool_call_argument_begin\|>",  # Kimi
+        r"(?P<name>[\w.-]+)(?:\[CALL_ID\]\w+)?\[ARGS\]",  # Mistral
+        r"(?P<name>[\w.-]+)(?=\s*<arg_key>)",  # GLM
+    )
+)
+PRINTED_PARAMETER = re.compile(
+    r"\s*(?:<parameter(?:=| name=\")(?P<a>[\w-]+)\"?[^>]*>\n?(?P<b>.*?)\n?</parameter>"
+    r"|<arg_key>(?P<c>.*?)</arg_key>\s*<arg_value>(?P<d>.*?)</arg_value>)",
+    re.DOTALL,
+)
+
+
+def _printed_arguments(text: str, at: int) -> tuple[dict[str, Any], int]:
+    """The arguments that stand at this place, as JSON or as named parameters, and where they end."""
+    opening = re.compile(r"\s*(?:```\w*\s*)?").match(text, at)
+    start = opening.end() if opening else at
+    if text.startswith("{", start):
+        arguments, end = json.JSONDecoder(strict=False).raw_decode(text, start)
+        return arguments, end
+    arguments = {}
+    while found := PRINTED_PARAMETER.match(text, at):
+        arguments[found["a"] or found["c"]] = found["b"] if found["a"] else found["d"]
+        at = found.end()
+    return arguments, at
+
+
+def _printed_call(text: str, at: int) -> tuple[str, dict[str, Any], int]:
+    """(name, arguments, end) of the call that begins at this place; raises ValueError when there is none."""
+    for head in PRINTED_HEADS:
+        if found := head.match(text, at):
+            return found["name"], *_printed_arguments(text, found.end())
+    value, end = json.JSONDecoder(strict=False).raw_decode(text, at)
+    if isinstance(value, dict) and isinstance(value.get("function"), dict):
+        value = value["function"]
+    if not isinstance(value, dict):
+        raise ValueError("no call")
+    name = value.get("name") or value.get("tool") or value.get("function")
+    keys = [key for key in ("arguments", "parameters", "args", "input", "tool_input") if key in value]
+    arguments = value[keys[0]] if keys else None
+    arguments = json.loads(arguments, strict=False) if isinstance(arguments, str) else arguments
+    if not isinstance(name, str) or not isinstance(arguments, dict):
+        raise ValueError("no call")
+    return name, arguments, end
+
+
+def printed_calls(text: str) -> list[ToolCall]:
+    """The calls that a text consists of; [] as soon as anything else stands in it, or one of them does not fit.
+
+    So that prose which shows an example is never taken for a call.
     """
-    if retry_after_s is not None:
-        return retry_after_s
-    return min(30.0, 2.0 ** (attempt - 1)) * (1 - 0.25 * chance)
+    calls, at, text = [], 0, text.strip()
+    try:
+        while at < len(text):
+            if noise := PRINTED_NOISE.match(text, at):
+                at = noise.end()
+                continue
+            name, arguments, at = _printed_call(text, at)
+            tool = find_tool(name)
+            arguments = parse_arguments(tool, json.dumps(arguments))
+            calls.append(ToolCall("", tool.name, json.dumps(arguments, ensure_ascii=False)))
+    except (ValueError, RecursionError, ToolError):
+        return []
+    return calls
+
+
+# --- Provider: requests ---------------------------------------------------------------------------
+# The service that answers: one request out, deltas and one Reply back, however often it takes. Requests go through
+# the openai SDK's low-level `post`, and the bytes that come back are read here: the SDK's own stream of typed
+# objects costs ten times as much, loses events in unusual shapes, and takes a reply that broke off for a whole one.
+
+LOCAL_SERVERS = (
+    ("Ollama", "http://127.0.0.1:11434/v1"),
+    ("LM Studio", "http://127.0.0.1:1234/v1"),
+    ("llama.cpp", "http://127.0.0.1:8080/v1"),
+)
+OPENAI_URL = "https://api.openai.com/v1"
+DEFAULT_MODEL = "gpt-4.1"
+SILENT_THINKING_S = 600  # how long a model may think without a word, and keep-alives may come without an event
+AFTER_FINISH_S = 5.0  # how long to wait for the rest, such as the usage, when the answer is complete already
+
+
+class Provider(Protocol):
+    """What the loop knows of a model."""
+
+    model: str
+    base_url: str
+
+    @property
+    def context_window(self) -> int | None:
+        """Tokens that the model accepts, as far as that is known."""
+        ...
+
+    def stream(
+        self, messages: Sequence[Message], tools: Sequence[Tool], interrupt: asyncio.Event
+    ) -> AsyncGenerator[Delta | Reply, None]:
+        """Send one request; yield deltas as they come and the Reply last.
+
+        After a Retry what was yielded before is void. Raises ProviderError, ContextOverflow, Interrupted.
+        """
+        ...
+
+
+WIRE_OF: Mapping[str, type[Wire]] = {"chat": ChatWire, "responses": ResponsesWire}
+
+
+def is_loopback(base_url: str) -> bool:
+    """Whether a URL names this very machine."""
+    return bool(re.match(r"https?://(127\.\d+\.\d+\.\d+|localhost|\[::1\])([:/]|$)", base_url))
+
+
+def list_models(base_url: str, api_key: str = "", timeout_s: float = 10) -> list[str]:
+    """The names that GET {base_url}/models lists; raises OSError or ValueError when it does not answer so."""
+    import http.client
+    import urllib.request
+
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    handlers = [urllib.request.ProxyHandler({})] if is_loopback(base_url) else []
+    request = urllib.request.Request(base_url.rstrip("/") + "/models", headers=headers)
+    try:
+        with urllib.request.build_opener(*handlers).open(request, timeout=timeout_s) as response:
+            listed = json.load(response)
+    except http.client.HTTPException as exc:
+        raise OSError(str(exc) or type(exc).__name__) from None
+    if not isinstance(listed, dict) or not isinstance(listed.get("data"), list):
+        raise ValueError("no list of models")
+    return [str(model["id"]) for model in listed["data"] if isinstance(model, dict) and model.get("id")]
+
+
+def find_local_server() -> tuple[str, str, str] | None:
+    """(name, base URL, first model) of a model server that listens on loopback, or None."""
+    for name, base_url in LOCAL_SERVERS:
+        with contextlib.suppress(OSError, ValueError):
+            if models := list_models(base_url, timeout_s=0.5):
+                return name, base_url, models[0]
+    return None
 
 
 class ByteFeed:
@@ -2688,8 +3802,19 @@ class ByteFeed:
         await self._response.aclose()
 
 
-def _is_loopback(base_url: str) -> bool:
-    return bool(re.match(r"https?://(127\.\d+\.\d+\.\d+|localhost|\[::1\])([:/]|$)", base_url))
+def split_base_url(text: str) -> tuple[str, dict[str, str]]:
+    """(base URL, query) of what a user gave as the base URL; raises ConfigError when it is none.
+
+    A whole endpoint's address is cut back to the base; Azure's `?api-version=...` goes with every request.
+    """
+    import urllib.parse
+
+    text = text.strip().strip("'\"")
+    parts = urllib.parse.urlsplit(text)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ConfigError(f"the base URL {text!r} must start with http:// or https://, such as https://HOST/v1.")
+    path = re.sub(r"/(chat/completions|completions|responses|models)/?$", "", parts.path).rstrip("/")
+    return f"{parts.scheme}://{parts.netloc}{path}", dict(urllib.parse.parse_qsl(parts.query))
 
 
 def transport_errors() -> tuple[type[Exception], ...]:
@@ -2697,94 +3822,267 @@ def transport_errors() -> tuple[type[Exception], ...]:
     import httpx2
     import openai
 
-    return (ProviderError, TimeoutError, openai.OpenAIError, httpx2.HTTPError, httpx2.InvalidURL)
+    return (Failed, TimeoutError, openai.OpenAIError, httpx2.HTTPError, httpx2.InvalidURL, httpx2.StreamError, OSError)
 
 
-def classify(error: Exception, base_url: str, limit_s: float) -> ProviderError:
-    """The ProviderError that says what a failed request means, and whether to try again."""
+def failure_of(error: Exception, limit_s: float) -> Failure:
+    """What an exception of a request means, in the terms of an answer."""
     import openai
 
-    if isinstance(error, ProviderError):
-        return error
+    if isinstance(error, Failed):
+        return error.failure
     if isinstance(error, TimeoutError | openai.APITimeoutError):
-        return ProviderError(f"the model produced no output for {limit_s:g} s", retryable=True)
+        return Failure("timeout", f"no output for {limit_s:g} s")
     if isinstance(error, openai.APIStatusError):
+        text = error.response.text
         try:
-            body = json.loads(error.response.text)
-        except json.JSONDecodeError:
-            body = re.sub(r"<[^>]*>", " ", error.response.text)
-        return error_from_body(body, error.status_code, retry_after(error.response.headers))
-    cause = error.__cause__ or error
-    reason = one_line(str(cause) or type(cause).__name__)
-    return ProviderError(f"cannot reach {base_url}: {reason}. Is the server running?", retryable=True)
+            text = json.loads(text)
+        except (ValueError, RecursionError):
+            location = error.response.headers.get("location")
+            text = f"redirected to {location}" if location else text
+        return read_failure(text, error.status_code, error.response.headers)
+    cause: BaseException = error
+    while cause.__cause__ or cause.__context__:
+        cause = cause.__cause__ or cause.__context__ or cause
+    return Failure("no connection", one_line(str(cause) or type(cause).__name__, 200))
+
+
+def explain(failure: Failure, base_url: str, model: str, size: int) -> ProviderError:
+    """`classify`, and the errors that come from no server."""
+    if failure.text == "timeout":
+        return ProviderError(f"{base_url}: the model produced {failure.said}", True)
+    if failure.text != "no connection":
+        return classify(failure, base_url, model, size)
+    if says(r"certificate|SSL", failure.said):
+        hint = "Set SSL_CERT_FILE to the file with your organisation's certificates, or check the address."
+        return ProviderError(f"no trusted connection to {base_url} ({failure.said}). {hint}")
+    return ProviderError(f"cannot reach {base_url} ({failure.said}). Is the server running?", True)
+
+
+class Exchange:
+    """One request on its way: `open`, then `read` until it gives None, then `close`."""
+
+    def __init__(self, reader: ReplyReader, first_limit_s: float, idle_limit_s: float) -> None:
+        self.reader = reader
+        self.limit_s = first_limit_s
+        """How long the next bytes may take: less once the model has begun, more while it thinks silently."""
+        self._first_limit_s, self._idle_limit_s = first_limit_s, idle_limit_s
+        self._events = EventStream()
+        self._whole: bytes | None = None
+        self._feed: ByteFeed | None = None
+        self._last_event = time.monotonic()
+        self._at_end = False
+
+    async def open(self, posting: Awaitable[httpx2.Response], interrupt: asyncio.Event) -> None:
+        """Send the request and wait for the head of the response."""
+        response = await interruptible(posting, interrupt, self.limit_s)
+        kind = response.headers.get("content-type", "")
+        self._whole = b"" if re.search("json|html|text/plain", kind) else None
+        self._feed = ByteFeed(response)
+
+    async def read(self, interrupt: asyncio.Event) -> list[Delta] | None:
+        """The deltas that came next, None at the end. Raises what transport_errors lists, and Interrupted."""
+        assert self._feed
+        if self._at_end or self.reader.finished:
+            return None
+        try:
+            data = await interruptible(self._feed.read(), interrupt, self.limit_s)
+        except transport_errors():
+            if self.reader.complete:
+                return None  # nothing that matters can be missing
+            raise
+        self._at_end = not data
+        if self._whole is None:
+            return self._take(self._events.feed(data) if data else self._events.end())
+        self._whole += data
+        return [] if data else self._take_whole(self._whole.decode("utf-8", "replace"))
+
+    def _take(self, events: list[str]) -> list[Delta]:
+        deltas = [delta for data in events for delta in self.reader.feed(decode_event(data))]
+        if events:
+            self._last_event = time.monotonic()
+        elif time.monotonic() - self._last_event > SILENT_THINKING_S:
+            raise TimeoutError
+        if deltas:
+            self._first_limit_s = self._idle_limit_s
+        self.limit_s = SILENT_THINKING_S if self.reader.patient else self._first_limit_s
+        if self.reader.complete:
+            self.limit_s = AFTER_FINISH_S
+        return deltas
+
+    def _take_whole(self, text: str) -> list[Delta]:
+        """The deltas of an answer that is not streamed; a page for people means that this is no endpoint."""
+        if text.lstrip().startswith("data:"):
+            return self._take([*self._events.feed(text.encode()), *self._events.end()])
+        try:
+            answer = json.loads(text)
+        except (ValueError, RecursionError):
+            failure = read_failure(text, status=404)
+            raise Failed(failure if text.strip() else BROKE_OFF) from None
+        deltas = self._take([json.dumps(answer)])
+        self.reader.finished = True
+        return deltas
+
+    async def close(self) -> None:
+        """End the reading; the connection is given back or closed."""
+        if self._feed:
+            await self._feed.close()
+
+
+@dataclass
+class Tries:
+    """What was tried for one request."""
+
+    attempts: int = 0
+    model_faults: int = 0
+    adaptations: int = 0
+
+
+def checked_key(key: str) -> str:
+    """The key without what was copied along with it; raises ConfigError when it cannot be sent."""
+    key = key.strip().strip("'\"")
+    if not key.isascii() or not key.isprintable() or " " in key:
+        raise ConfigError("OPENAI_API_KEY holds a character that no key has. Copy it again.")
+    return key
 
 
 class HttpProvider:
-    """A service reached over HTTP, asked on one wire."""
+    """A service reached over HTTP. Which wire it is asked on follows from the settings and from what it refused."""
 
-    def __init__(self, config: Config, base_url: str, model: str, wire: Wire) -> None:
+    def __init__(self, config: Config, base_url: str, model: str, wire: Wire | None = None) -> None:
         self.config = config
-        self.base_url = base_url
+        self.base_url, self._query = split_base_url(base_url)
         self.model = model
-        self.wire = wire
+        self.sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
+        self._key = checked_key(config.api_key)
+        self._fixed_wire = wire
+        self._file = AdaptationFile(config.state_dir / "providers.json")
+        self._native_callers: set[str] = set()  # sources that have called a tool in the wire's own form
         self._client: openai.AsyncOpenAI | None = None
+
+    @property
+    def source(self) -> str:
+        """What adaptations are remembered for, and native content belongs to."""
+        return f"{self.base_url} {self.model}"
+
+    @property
+    def adaptation(self) -> Adaptation:
+        """How the present model wants to be asked."""
+        return self._file.load(self.source)
+
+    @property
+    def context_window(self) -> int | None:
+        """The window that the user set or the server named, whichever is smaller."""
+        return min(filter(None, (self.config.context_window, self.adaptation.window)), default=None)
+
+    def _remember(self, adaptation: Adaptation) -> None:
+        self._file.save(self.source, adaptation, keep_window=not is_loopback(self.base_url))
+
+    def wire_name(self) -> str:
+        """The wire that the next request goes through."""
+        if self.config.api != "auto":
+            return self.config.api
+        learned = [name for name in ("json", "responses", "chat") if name in self.adaptation.flags]
+        return learned[0] if learned else ("responses" if says(r"//api\.openai\.com", self.base_url) else "chat")
 
     async def stream(
         self, messages: Sequence[Message], tools: Sequence[Tool], interrupt: asyncio.Event
     ) -> AsyncGenerator[Delta | Reply, None]:
         """Send one request and read its reply, again and again while that can help. See Provider."""
-        content = json.dumps(self.wire.body(self.model, messages, tools)).encode()
-        for attempt in range(1, self.config.max_attempts + 1):
-            reader, events, feed = self.wire.reader(), EventStream(), None
-            limit_s = self._first_limit_s()
+        messages, tries = valid_messages(messages), Tries()
+        while True:
+            wire = self._fixed_wire or WIRE_OF[self.wire_name()]()
+            body = wire.body(self.source, self.model, messages, tools, self.adaptation)
+            body = adapted_body(body, self.adaptation)
+            content = json.dumps(body).encode()
+            client = self._connected()
+            reader = wire.reader(self.source, self.adaptation)
+            exchange = Exchange(reader, self._first_limit_s(), self.config.idle_timeout_s)
             try:
-                response = await self._send(content, interrupt)
-                feed = ByteFeed(response)
-                is_stream = "json" not in response.headers.get("content-type", "")
-                whole = b""
-                while data := await interruptible(feed.read(), interrupt, limit_s):
-                    limit_s = self.config.idle_timeout_s
-                    if is_stream:
-                        for delta in self._take(reader, events.feed(data)):
-                            yield delta
-                    else:
-                        whole += data
-                for delta in self._take(reader, events.end() if is_stream else [whole.decode("utf-8", "replace")]):
+                await exchange.open(self._post(client, wire.path, content), interrupt)
+                while (deltas := await exchange.read(interrupt)) is not None:
+                    for delta in deltas:
+                        yield delta
+                for delta in reader.end():
                     yield delta
-                yield reader.reply()
-                return
+                reply = self._checked(reader.reply())
             except transport_errors() as exc:
-                failure = classify(exc, self.base_url, limit_s)
+                failure, reply = failure_of(exc, exchange.limit_s), None
             finally:
-                if feed:
-                    await feed.close()
-            if not failure.retryable or attempt == self.config.max_attempts:
-                raise failure
-            delay_s = backoff(attempt, failure.retry_after_s, random.random())
-            if delay_s > MAX_WAIT_S:
-                raise ProviderError(f"{failure} The server asks to wait {delay_s:.0f} s; try again then.", True)
-            yield Retry(attempt, delay_s, str(failure))
-            await interruptible(asyncio.sleep(delay_s), interrupt)
+                await exchange.close()
+            if reply:
+                yield reply
+                return
+            step = await self._after(failure, tries, body, len(content))
+            yield step
+            if isinstance(step, Reply):
+                return
+            if isinstance(step, Retry):
+                await interruptible(self.sleep(step.delay_s), interrupt)
 
-    def _take(self, reader: ReplyReader, events: Iterable[str]) -> Iterator[Delta]:
-        """Feed decoded events to the reader; data that is not JSON is an error text, or noise."""
-        for data in events:
-            if data.strip() == "[DONE]":
-                reader.feed({"done": True})
-                continue
-            try:
-                event = json.loads(data)
-            except json.JSONDecodeError:
-                raise ProviderError(f"the server sent no JSON: {one_line(data)}", retryable=True) from None
-            if isinstance(event, str | list):
-                raise error_from_body(event, status=0)
-            if isinstance(event, dict):
-                yield from reader.feed(event)
+    def _checked(self, reply: Reply) -> Reply:
+        """The reply with calls that were printed as text as calls; raises Failed when it holds nothing at all."""
+        if reply.thinks_first and "thinks_first" not in self.adaptation.flags:
+            self._remember(dataclasses.replace(self.adaptation, flags=self.adaptation.flags | {"thinks_first"}))
+        if reply.tool_calls:
+            self._native_callers.add(self.source)
+        elif self.source not in self._native_callers and (calls := printed_calls(reply.text)):
+            return dataclasses.replace(reply, message=assistant_message("", calls))
+        elif not reply.text.strip() and reply.finish_reason == "stop":
+            raise Failed(NO_REPLY)
+        return reply
+
+    async def _after(self, failure: Failure, tries: Tries, body: dict[str, Any], size: int) -> Retry | Adapted | Reply:
+        """What to do after a failure: ask differently, wait, or hand on; raises ProviderError when nothing helps."""
+        error = explain(failure, self.base_url, self.model, size)
+        adaptation, wires = self.adaptation, tuple(WIRE_OF) if self.config.api == "auto" else ()
+        if isinstance(error, ContextOverflow) and error.limit and error.limit < (self.context_window or sys.maxsize):
+            self._remember(dataclasses.replace(adaptation, window=error.limit))
+        if not error.retryable and tries.adaptations < MAX_ADAPTATIONS:
+            has_v1 = bool(re.search(r"/v\d", self.base_url))
+            if change := adapt(failure, adaptation, body, self.wire_name(), wires, has_v1):
+                tries.adaptations += 1
+                self._remember(change[0])
+                return Adapted(f"{self.base_url} said: {one_line(failure.said, 120)} So {change[1]}.")
+        if isinstance(error, ModelFault):
+            tries.model_faults += 1
+            if calls := printed_calls(failure.generated):
+                return Reply(assistant_message("", calls))
+            if tries.model_faults > MAX_MODEL_FAULTS:
+                return Reply(assistant_message(""), problem="" if failure is NO_REPLY else failure.said)
+            return Retry(tries.model_faults, backoff(1, failure.wait_s, random.random()), str(error))
+        tries.attempts += 1
+        if not error.retryable:
+            raise await self._with_models(error, failure)
+        return self._retry(error, failure, tries)
+
+    def _retry(self, error: ProviderError, failure: Failure, tries: Tries) -> Retry:
+        """The wait before the next try; raises the error when there were enough, or the wait is too long."""
+        loading = bool(says(LOADING, failure.text))
+        most = LOADING_ATTEMPTS if loading else self.config.max_attempts
+        if failure.text == "no connection":
+            most = min(most, CONNECT_ATTEMPTS)
+        if tries.attempts >= most:
+            raise ProviderError(f"{error} Gave up after {tries.attempts} tries.", True)
+        delay_s = LOADING_DELAY_S if loading else backoff(tries.attempts, error.retry_after_s, random.random())
+        if delay_s > MAX_WAIT_S:
+            then = datetime.fromtimestamp(time.time() + delay_s).strftime("%H:%M")
+            raise ProviderError(f"{error}. It asks to wait {delay_s:.0f} s, until {then}; try again then.", True)
+        return Retry(tries.attempts, delay_s, str(error))
+
+    async def _with_models(self, error: ProviderError, failure: Failure) -> ProviderError:
+        """The error, and where it is about an unknown model, the models that there are."""
+        if isinstance(error, ContextOverflow) or failure.status not in (400, 404) or not says(NO_MODEL, failure.text):
+            return error
+        with contextlib.suppress(OSError, ValueError):
+            if names := await asyncio.to_thread(list_models, self.base_url, self._key, 3):
+                return ProviderError(f"{error} It has {one_line(', '.join(names), 200)}.")
+        return error
 
     def _first_limit_s(self) -> float:
-        return self.config.first_token_timeout_s * (5 if _is_loopback(self.base_url) else 1)
+        return self.config.first_token_timeout_s * (5 if is_loopback(self.base_url) else 1)
 
-    async def _send(self, content: bytes, interrupt: asyncio.Event) -> httpx2.Response:
+    async def _post(self, client: openai.AsyncOpenAI, path: str, content: bytes) -> httpx2.Response:
         """Post the body and return the response with its head read; raises what the SDK raises."""
         import httpx2
         from openai import AsyncStream
@@ -2794,27 +4092,34 @@ class HttpProvider:
             "Content-Type": "application/json",
             "Accept": "text/event-stream, application/json",
         }
-        posting = self._connected().post(
-            self.wire.path, content=content, cast_to=httpx2.Response, stream=True, stream_cls=AsyncStream[Any],
-            options={"headers": headers},
+        if says(r"\.azure\.com|azure-api\.net", self.base_url):
+            headers["api-key"] = self._key
+        prefix = "/v1" if "v1" in self.adaptation.flags else ""
+        response = await client.post(
+            prefix + path, content=content, cast_to=httpx2.Response, stream=True, stream_cls=AsyncStream[Any],
+            options={"headers": headers, "params": self._query},
         )  # fmt: skip
-        response = await interruptible(posting, interrupt, self._first_limit_s())
         assert isinstance(response, httpx2.Response)
         return response
 
     def _connected(self) -> openai.AsyncOpenAI:
-        """The SDK's client, made at the first request and kept alive."""
+        """The SDK's client, made at the first request and kept alive; raises ProviderError for a proxy that is none."""
         if self._client is None:
             import httpx2
             import openai
 
-            http_client = None
-            if _is_loopback(self.base_url):  # a proxy cannot reach our loopback
-                http_client = openai.DefaultAsyncHttpx2Client(trust_env=False)
+            try:
+                # a proxy cannot reach our loopback
+                http_client = openai.DefaultAsyncHttpx2Client(trust_env=not is_loopback(self.base_url))
+            except (ImportError, ValueError, OSError) as exc:
+                hint = "Check HTTP_PROXY, HTTPS_PROXY, ALL_PROXY and SSL_CERT_FILE."
+                raise ProviderError(f"the network settings cannot be used ({one_line(str(exc))}). {hint}") from None
             self._client = openai.AsyncOpenAI(
-                api_key=self.config.api_key or "none", base_url=self.base_url, max_retries=0,
-                timeout=httpx2.Timeout(MAX_TIMEOUT_S, connect=15), http_client=http_client,
+                api_key=self._key or "none", base_url=self.base_url, max_retries=0, http_client=http_client,
+                timeout=httpx2.Timeout(2 * SILENT_THINKING_S, connect=15),
             )  # fmt: skip
+            if not says(r"//api\.openai\.com", self.base_url):
+                self._client.organization = self._client.project = None  # these are names at OpenAI
         return self._client
 
     async def close(self) -> None:
@@ -2822,29 +4127,6 @@ class HttpProvider:
         if self._client is not None:
             await self._client.close()
             self._client = None
-
-
-def list_models(base_url: str, api_key: str = "", timeout_s: float = 10) -> list[str]:
-    """The names that GET {base_url}/models lists; raises OSError or ValueError when it does not answer so."""
-    import urllib.request
-
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    handlers = [urllib.request.ProxyHandler({})] if _is_loopback(base_url) else []
-    request = urllib.request.Request(base_url.rstrip("/") + "/models", headers=headers)
-    with urllib.request.build_opener(*handlers).open(request, timeout=timeout_s) as response:
-        listed = json.load(response)
-    if not isinstance(listed, dict) or not isinstance(listed.get("data"), list):
-        raise ValueError("no list of models")
-    return [str(model["id"]) for model in listed["data"] if isinstance(model, dict) and model.get("id")]
-
-
-def find_local_server() -> tuple[str, str, str] | None:
-    """(name, base URL, first model) of a model server that listens on loopback, or None."""
-    for name, base_url in LOCAL_SERVERS:
-        with contextlib.suppress(OSError, ValueError):
-            if models := list_models(base_url, timeout_s=0.5):
-                return name, base_url, models[0]
-    return None
 
 
 # --- Context --------------------------------------------------------------------------------------
@@ -3201,7 +4483,7 @@ def _get_json(url: str, key: str, timeout_s: float) -> Any:
     """What a server answers to GET, None unless it is JSON."""
     import urllib.request
 
-    handlers = [urllib.request.ProxyHandler({})] if _is_loopback(url) else []
+    handlers = [urllib.request.ProxyHandler({})] if is_loopback(url) else []
     request = urllib.request.Request(url, headers={"Authorization": f"Bearer {key}"} if key else {})
     try:
         with urllib.request.build_opener(*handlers).open(request, timeout=timeout_s) as response:
@@ -3217,7 +4499,7 @@ def _find(value: Any, *keys: str) -> Any:
     return value
 
 
-def _named(models: Any, model: str) -> dict[str, Any]:
+def _entry_of(models: Any, model: str) -> dict[str, Any]:
     """The entry of a model in a server's list; Ollama adds ":latest" to its names."""
     entries = [entry for entry in models if isinstance(entry, dict)] if isinstance(models, list) else []
     for entry in entries:
@@ -3237,53 +4519,23 @@ def ask_window(base_url: str, key: str, model: str) -> Window | None:
     if not base_url.startswith("https:"):
         questions = [
             ("llama.cpp", f"{root}/props", lambda said: _find(said, "default_generation_settings", "n_ctx")),
-            ("Ollama", f"{root}/api/ps", lambda said: _named(_find(said, "models"), model).get("context_length")),
+            ("Ollama", f"{root}/api/ps", lambda said: _entry_of(_find(said, "models"), model).get("context_length")),
             ("LM Studio", f"{root}/api/v0/models",
-             lambda said: _named(_find(said, "data"), model).get("loaded_context_length")),
+             lambda said: _entry_of(_find(said, "data"), model).get("loaded_context_length")),
         ]  # fmt: skip
 
     def listed(said: Any) -> Any:
-        entry = _named(_find(said, "data"), model)
+        entry = _entry_of(_find(said, "data"), model)
         numbers = [entry.get(name) or _find(entry, "meta", name) for name in MODEL_FIELDS]
         numbers.append(_find(entry, "top_provider", "context_length"))
         return min((n for n in numbers if isinstance(n, int)), default=None)
 
     questions.append(("the server", f"{base_url.rstrip('/')}/models", listed))
     for name, url, answer in questions:
-        tokens = answer(_get_json(url, key, 2 if _is_loopback(url) else 5))
+        tokens = answer(_get_json(url, key, 2 if is_loopback(url) else 5))
         if isinstance(tokens, int) and tokens >= MIN_WINDOW:
             return Window(tokens, f"said by {name}")
     return None
-
-
-class WindowMemory:
-    """Windows learned from refusals, one per (base URL, model), in a file; one that fails is no error."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def _read(self) -> dict[str, Any]:
-        try:
-            entries = json.loads(self.path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return {}
-        return entries if isinstance(entries, dict) else {}
-
-    def load(self, base_url: str, model: str) -> int | None:
-        """The window of a model, if it was learned."""
-        tokens = self._read().get(f"{base_url} {model}")
-        return tokens if isinstance(tokens, int) and tokens >= MIN_WINDOW else None
-
-    def save(self, base_url: str, model: str, tokens: int) -> None:
-        """Remember it; not for servers on loopback, which load their models anew with other sizes."""
-        if _is_loopback(base_url):
-            return
-        with contextlib.suppress(OSError):
-            self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            handle, temporary = tempfile.mkstemp(dir=self.path.parent, prefix=".windows-")
-            with open(handle, "w", encoding="utf-8") as file:
-                json.dump(self._read() | {f"{base_url} {model}": tokens}, file)
-            os.replace(temporary, self.path)
 
 
 # Project notes and the pinned files.
@@ -3357,32 +4609,32 @@ class NotesTrust:
 class PinnedFiles:
     """What is read anew from disk after each compaction and at each start: project notes, spec.txt, plan.txt."""
 
-    def __init__(self, config: Config, workspace: Workspace) -> None:
-        self.config = config
-        self.workspace = workspace
-        self.trust = NotesTrust(config)
+    def __init__(self, context: ToolContext) -> None:
+        self.context = context
+        self.trust = NotesTrust(context.config)
 
     def notes(self, room: int) -> list[str]:
         """The project notes as texts for the view, those to be followed first; in an eighth of `room` tokens."""
         limit = min(NOTES_LIMIT, room // 2)
         texts = []
-        notes = read_notes(self.config)
+        notes = read_notes(self.context.config)
         for heading, wanted in ((TRUSTED_NOTES, True), (FOREIGN_NOTES, False)):
             parts = [f"({n.path})\n{n.text}" for n in notes if (self.trust.answer(n) is True) == wanted]
             if parts:
                 texts.append(f"{heading}\n" + _clip_to("\n\n".join(parts), limit))
                 limit = max(500, limit - len(texts[-1]))
-        return texts
+        return [hide_secrets(text, self.context.secrets()) for text in texts]
 
     def files(self, room: int) -> list[str]:
         """spec.txt and plan.txt as they are now, each in a sixteenth of `room` tokens."""
-        texts = []
+        texts, workspace = [], self.context.workspace
         for name in ("spec.txt", "plan.txt"):
             with contextlib.suppress(ToolError):
-                text = self.workspace.read_bytes(self.workspace.resolve(name)).decode("utf-8", "replace").strip()
+                place = workspace.locate(name)
+                text = workspace.read(place).decode("utf-8", "replace").strip() if place.zone == "workspace" else ""
                 if text:
                     texts.append(f"{name} as it is now:\n{_clip_to(text, room // 4)}")
-        return texts
+        return [hide_secrets(text, self.context.secrets()) for text in texts]
 
 
 def describe_notes(config: Config) -> list[str]:
@@ -3396,7 +4648,7 @@ def describe_notes(config: Config) -> list[str]:
     return [f"project notes: {names}{more}"]
 
 
-Ask = Callable[[list[Message], Sequence[Tool]], AsyncGenerator["Event | Reply", None]]
+AskAside = Callable[[list[Message], Sequence[Tool]], AsyncGenerator[Event | Reply, None]]
 
 
 class ViewKeeper:
@@ -3405,13 +4657,14 @@ class ViewKeeper:
     The loop alone adds to the transcript. `ask(request, tools)` yields events and then the model's Reply.
     """
 
-    def __init__(self, config: Config, provider: Provider, tools: Sequence[Tool], files: PinnedFiles, ask: Ask) -> None:
+    def __init__(
+        self, config: Config, provider: Provider, tools: Sequence[Tool], files: PinnedFiles, ask: AskAside
+    ) -> None:
         self.config = config
         self.provider = provider
         self.tools = tools
         self.files = files
         self.ask = ask
-        self.memory = WindowMemory(config.state_dir / "windows.json")
         self.tool_tokens = sum(estimate_tokens([tool.name, tool.description, tool.parameters]) for tool in tools)
         self.window = Window(DEFAULT_WINDOW, "assumed")
         self.wanted: str | None = None
@@ -3499,16 +4752,15 @@ class ViewKeeper:
         if self._asks >= (2 if self.window.source == "assumed" and self._most else 1):
             return
         self._asks += 1
-        if self.config.context_window:
-            self.window = Window(self.config.context_window, "set by you")
-        elif learned := self.memory.load(base_url, model):
-            self.window = Window(learned, "learned from a refusal")
+        if known := self.provider.context_window:
+            by_user = known == self.config.context_window
+            self.window = Window(known, "set by you" if by_user else "named by the server in a refusal")
         else:
             said = None
             with contextlib.suppress(Interrupted):
                 asking = asyncio.to_thread(ask_window, base_url, self.config.api_key, model)
                 said = await interruptible(asking, interrupt)
-            guess = DEFAULT_LOCAL_WINDOW if _is_loopback(base_url) else DEFAULT_WINDOW
+            guess = DEFAULT_LOCAL_WINDOW if is_loopback(base_url) else DEFAULT_WINDOW
             self.window = said or Window(guess, "assumed")
 
     def received(self, usage: Usage | None) -> Iterator[Event]:
@@ -3545,8 +4797,7 @@ class ViewKeeper:
         used, limit = self.used(), overflow.limit or 0
         if limit >= MIN_WINDOW:
             if limit < self.window.tokens:
-                self.window = Window(limit, "learned from a refusal")
-                self.memory.save(self.provider.base_url, self.provider.model, limit)
+                self.window = Window(limit, "named by the server in a refusal")
             self.ratio *= max(1.0, self.window.tokens * 1.05 / used)
         elif used < self.window.tokens * 1.1:
             self.window = Window(max(MIN_WINDOW, int(used * 0.9)), "learned from a refusal")
@@ -3668,12 +4919,19 @@ FIRST_PROMPT = """\
 You are starting in a directory (maybe a git repository) that someone may have worked on already. Look around to
 become familiar with it, then say in a few lines what is there and ask for instructions."""
 
-EMPTY_REPLY = "Your reply was empty. Take the next useful action with a tool, or give a concise answer."
-CUT_OFF_TEXT = "Your reply was cut off by the output limit. Go on from where it stopped, in smaller pieces."
+CALL_HINT = "Write complete calls of the tools named above, with arguments that are one JSON object each."
+EMPTY_REPLY = "It was empty. Take the next useful action with a tool, or give a concise answer."
+CUT_OFF_TEXT = """Your reply was cut off by the output limit. Say in few words what you found and what is still to
+be done, do not repeat long outputs, and go on in smaller pieces."""
 REPEATED = "You called {name} with the same arguments {count} times and got the same result each time. You have it"
 REPEATED += " already: do something else."
 REMIND_AT, STOP_AT = 3, 5  # identical calls with identical results in a row
-MAX_EMPTY_REPLIES = 2
+MAX_UNUSABLE_REPLIES = 2  # in one turn
+
+
+def unusable(detail: str) -> str:
+    """The words to the model about a reply that could not be used."""
+    return f"{FEEDBACK}Your reply could not be processed. No tool was executed for it. {detail}"
 
 
 class Agent:
@@ -3693,7 +4951,7 @@ class Agent:
         self.context = context
         self.approve = approve
         self.messages: list[Message] = []
-        self.keeper = ViewKeeper(config, provider, tools, PinnedFiles(config, context.workspace), self._ask_aside)
+        self.keeper = ViewKeeper(config, provider, tools, PinnedFiles(context), self._ask_aside)
         self._calls = 0  # how many calls the transcript holds: the next one's number
         self.sources: list[str] = []  # what the model has read since the user's own last prompt; only grows until then
         self.interrupt = context.interrupt
@@ -3704,11 +4962,11 @@ class Agent:
         self.usage = Usage()
         self.steps = 0
         self._partial = ""  # text of a reply that is still being streamed
-        self._empty_replies = 0
+        self._unusable_replies = 0
         self._last_call: tuple[str, str, str] | None = None
         self._same_calls = 0
 
-    def restore(self, system_prompt: str, messages: Sequence[Message], checkpoint: Checkpoint) -> None:
+    def restore(self, messages: Sequence[Message], checkpoint: Checkpoint, system_prompt: str = SYSTEM_PROMPT) -> None:
         """Go on from a transcript that was read from disk, or begin with an empty one."""
         self.messages = list(messages)
         self.keeper.restore(system_prompt, self.messages, checkpoint)
@@ -3799,18 +5057,24 @@ class Agent:
     def _received(self, item: Delta | Reply) -> Reply:
         """Take a complete reply: count its tokens and give its calls ids that are unique in the transcript.
 
-        Nine letters and digits: the form that every known server accepts.
+        Nine letters and digits: the form that every known server accepts. What cannot be read of a call is put
+        into a form that can be sent back, and becomes the reply's problem.
         """
         assert isinstance(item, Reply)
         self._partial = ""
         self.usage += item.usage or Usage()
-        calls = [dataclasses.replace(c, id=f"call{self._calls + i:05d}") for i, c in enumerate(item.tool_calls)]
-        return dataclasses.replace(item, message=assistant_message(item.text, calls))
+        calls, problem = settled_calls(item.tool_calls)
+        calls = [dataclasses.replace(call, id=f"call{self._calls + i:05d}") for i, call in enumerate(calls)]
+        return dataclasses.replace(item, message=with_calls(item.message, calls), problem=item.problem or problem)
 
     async def _run_calls(self, reply: Reply) -> AsyncGenerator[Event, None]:
         """Run the calls of one reply in order and add each result; after a failure the rest is skipped."""
-        skip = CUT_OFF if reply.finish_reason == "length" else ""
-        reminder = ""
+        skip = reminder = ""
+        if reply.finish_reason == "length":
+            skip = CUT_OFF
+        elif reply.problem and reply.tool_calls:  # all or nothing: what was meant is not certain
+            skip = unusable(f"{reply.problem} {CALL_HINT}")
+            self._note_unusable()
         for call in reply.tool_calls:
             yield ToolStart(call)
             result, output = ToolResult(skip, is_error=True), list[str]()
@@ -3874,14 +5138,18 @@ class Agent:
 
     def _objection(self, reply: Reply) -> str:
         """What to tell the model when a reply without calls is no answer; "" when it is one."""
-        if reply.tool_calls:
+        if reply.tool_calls or (reply.text.strip() and reply.finish_reason != "length"):
             return ""
-        if not reply.text.strip():
-            self._empty_replies += 1
-            if self._empty_replies > MAX_EMPTY_REPLIES:
-                raise ProviderError("the model answered with nothing, three times")
-            return EMPTY_REPLY
-        return CUT_OFF_TEXT if reply.finish_reason == "length" else ""
+        self._note_unusable()
+        if reply.problem:
+            return unusable(f"{reply.problem}. {CALL_HINT}").removeprefix(FEEDBACK)
+        return CUT_OFF_TEXT if reply.finish_reason == "length" else unusable(EMPTY_REPLY).removeprefix(FEEDBACK)
+
+    def _note_unusable(self) -> None:
+        """Count a reply that could not be used; raises NoProgress when there were too many."""
+        self._unusable_replies += 1
+        if self._unusable_replies > MAX_UNUSABLE_REPLIES:
+            raise NoProgress(f"no progress: {self._unusable_replies} replies of the model could not be used")
 
     async def _ask_aside(self, request: list[Message], tools: Sequence[Tool]) -> AsyncGenerator[Event | Reply, None]:
         """Send a request for the view's sake: it counts as a step, and what is streamed of it is not shown."""
@@ -4292,7 +5560,7 @@ class Runtime:
             self.session.close()
         self.session = session
         folded = session.folded
-        self.agent.restore(folded.system_prompt, folded.messages, folded.checkpoint)
+        self.agent.restore(folded.messages, folded.checkpoint, folded.system_prompt)
         self.emit(SessionStart(session.id, str(self.config.workspace), self.agent.provider.model, session.resumed))
         for event in self.agent.settle():
             self.emit(event)
@@ -4697,14 +5965,13 @@ def choose_provider(config: Config, ask: Callable[[str], bool]) -> HttpProvider:
     Raises AgentError with three lines on what to set when there is none.
     """
     if config.base_url or config.api_key:
-        base_url = (config.base_url or OPENAI_URL).strip().rstrip("/")
-        if not re.match(r"https?://[^/]+", base_url):
-            raise ConfigError(f"the base URL {base_url!r} must start with http:// or https://.")
-        model = config.model or ("" if config.base_url else DEFAULT_MODEL) or _first_model(base_url, config.api_key)
-        return HttpProvider(config, base_url, model, ChatWire())
+        base_url = config.base_url or OPENAI_URL
+        given = config.model or ("" if config.base_url else DEFAULT_MODEL)
+        model = given or _first_model(split_base_url(base_url)[0], config.api_key)
+        return HttpProvider(config, base_url, model)
     if found := find_local_server():
         _, base_url, model = found
-        return HttpProvider(config, base_url, config.model or model, ChatWire())
+        return HttpProvider(config, base_url, config.model or model)
     raise AgentError(
         "there is no model to talk to. Set one of these:\n"
         "  OPENAI_API_KEY=...                                    for OpenAI\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 from collections.abc import Callable
@@ -131,10 +132,13 @@ def test_s3_33_an_answer_cut_at_the_output_limit_is_continued(server: Serve, con
 
 
 def test_empty_replies_are_fed_back_and_then_given_up(server: Serve, converse: Converse) -> None:
-    conversation = converse(server(text(""), text(""), text("")))
+    fake = server(forever(text("")))
+    conversation = converse(fake)
+    conversation.runtime.agent.provider.sleep = lambda seconds: asyncio.sleep(0)
     end = conversation.send("go")
-    assert (end.reason, end.steps) == ("error", 3)
-    assert "nothing" in str(end.error)
+    assert (end.reason, end.steps) == ("limit", 3)
+    assert "no progress" in str(end.error)
+    assert agent.EMPTY_REPLY in fake.last.messages[-1]["content"]
 
 
 def test_a_thought_is_not_part_of_the_answer(server: Serve, converse: Converse) -> None:
