@@ -4142,7 +4142,7 @@ DEFAULT_WINDOW, DEFAULT_LOCAL_WINDOW = 128_000, 32_768  # tokens, where nobody s
 MIN_WINDOW = 1_024  # smaller numbers in a server's words are no windows
 MIN_ROOM = 1_024
 MAX_OVERFLOWS = 3  # refusals in a row after which a turn ends
-SUMMARY_CLIP = 2_000  # characters of one message that the summarising request carries at most
+SUMMARY_CLIP = 2_000  # characters of one message that the summarising request carries at most, in a large window
 PART_MARKS = {"system prompt": "S", "tools": "T", "notes and files": "N", "summary": "Z", "messages": "M"}
 NOTES_NAME = "AGENTS.md"
 NOTES_LIMIT = 32_000  # characters of all project notes together
@@ -4392,10 +4392,10 @@ def summary_prompt(room: int, keep: str) -> str:
     return f"{text}\nThe user asks to keep in particular: {keep}" if keep else text
 
 
-def _told(message: Message) -> str:
+def _told(message: Message, limit: int) -> str:
     """A message as a paragraph for the one who summarises."""
     calls = "".join(f"\n{call.name} {call.arguments}" for call in message_calls(message))
-    return f"[{message['role']}] {_clip_to(message_text(message) + calls, SUMMARY_CLIP)}"
+    return f"[{message['role']}] {_clip_to(message_text(message) + calls, limit)}"
 
 
 def extract_summary(text: str) -> str:
@@ -4422,7 +4422,7 @@ class SummaryWork:
         self, messages: Sequence[Message], former: str, order: str, size: int, whole: Sequence[Message] = ()
     ) -> None:
         self.summary = former
-        self._parts = [_told(message) for message in messages]
+        self._parts = [_told(message, max(400, min(SUMMARY_CLIP, size // 20))) for message in messages]
         self._order = order
         self._size = size
         self._whole = list(whole)
@@ -4792,8 +4792,7 @@ class ViewKeeper:
         """Believe a refusal: the window is what it names, or less than what was sent."""
         self._overflows += 1
         if self._overflows >= MAX_OVERFLOWS:
-            self._asked_for = ""  # what was learned here may be wrong: look again next time
-            raise ProviderError(f"the context is full even after compaction: {overflow}. /new begins anew.")
+            raise self._full(f"the context is full even after compaction: {overflow}")
         used, limit = self.used(), overflow.limit or 0
         if limit >= MIN_WINDOW:
             if limit < self.window.tokens:
@@ -4801,6 +4800,11 @@ class ViewKeeper:
             self.ratio *= max(1.0, self.window.tokens * 1.05 / used)
         elif used < self.window.tokens * 1.1:
             self.window = Window(max(MIN_WINDOW, int(used * 0.9)), "learned from a refusal")
+
+    def _full(self, text: str) -> ProviderError:
+        """The end of a turn; as what was learned may be wrong, the next one begins with what the server says."""
+        self._asked_for = ""
+        return ProviderError(f"{text}. Use a model with a larger window, or begin anew with /new.")
 
     async def make_room(self, overflow: ContextOverflow | None = None) -> AsyncGenerator[Event, None]:
         """Change the view, as little as needed, so that the next request fits. `overflow`: the last one did not.
@@ -4829,9 +4833,9 @@ class ViewKeeper:
             room = min(self.checkpoint.room or sys.maxsize, self.window.tokens) // 2
             yield self._change(Elided(self.checkpoint.elided, max(MIN_ROOM, room), self.used(), 0))
         if not self.fits():
-            raise ProviderError(
+            raise self._full(
                 f"the context is full: {self.used()} of {self.window.tokens} tokens are needed, and nothing more can"
-                " be left out. Use a model with a larger window, or begin anew with /new."
+                " be left out"
             )
         last = self.messages[-1]
         if is_users(last) and len(message_text(last)) > self.checkpoint.message_limit:
