@@ -16,9 +16,9 @@ returns), and a turn of *steps* (one reply of the model and the tool calls it as
 the list of messages and only grows; the *view* is what is sent of it. *Events* are facts that the loop
 yields; *sinks* (renderers, the session log) take them, and decide nothing.
 
-Sections: Errors and interruption, Configuration, Messages, Events, Text, Workspace, Sandbox, Tools, Approval,
-Provider: errors, Provider: adaptation, Provider: wires, Provider: requests, Context, Agent, Session, Renderers,
-Slash commands, REPL, Headless, Command line.
+Sections: Errors and interruption, Configuration, Messages, Events, Text, Workspace, Snapshots, Sandbox, Tools,
+Approval, Provider: errors, Provider: adaptation, Provider: wires, Provider: requests, Context, Agent, Session, Undo,
+Renderers, Slash commands, REPL, Headless, Command line.
 
 Read `Agent.turn` first: it is the whole control flow. `build_runtime` wires all parts together.
 """
@@ -60,12 +60,13 @@ import stat
 import tempfile
 import time
 import tomllib
+import zlib
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+from typing import IO, TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar
 
 if TYPE_CHECKING:
     import subprocess
@@ -466,6 +467,18 @@ def tool_message(call: ToolCall, result: ToolResult) -> Message:
     return {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": result.content or "(no output)"}
 
 
+def is_message(value: Any) -> bool:
+    """Whether a value read from disk has the shape of a message of a transcript."""
+    try:
+        calls = message_calls(value)
+        texts = [value.get("content") or "", *(part for c in calls for part in (c.id, c.name, c.arguments))]
+        if value["role"] == "tool":
+            texts.append(value["tool_call_id"])
+    except (AttributeError, KeyError, TypeError):
+        return False
+    return value["role"] in ("user", "assistant", "tool") and all(isinstance(text, str) for text in texts)
+
+
 def unanswered(messages: Sequence[Message]) -> list[ToolCall]:
     """The calls of the last assistant message that have no result yet, in order."""
     answered = set()
@@ -626,6 +639,35 @@ class Adapted:
 
 
 @dataclass(frozen=True)
+class RequestStart:
+    """A request is about to be sent: the view of the first `messages` messages, of which `covered` are summarised.
+
+    Large tool results among the first `elided` are stubs. `tokens` is an estimate of its size, `window` what the
+    model accepts, if known; `digest` tells whether two requests are the same. `purpose`: "step" or "summary".
+    """
+
+    purpose: str
+    model: str
+    messages: int
+    covered: int
+    elided: int
+    tokens: int
+    window: int | None
+    digest: str
+
+
+@dataclass(frozen=True)
+class RequestEnd:
+    """A request has ended. `status`: completed, interrupted, overflow or failed; `reply` is None unless completed."""
+
+    purpose: str
+    status: str
+    error: str | None
+    elapsed_s: float
+    reply: Reply | None
+
+
+@dataclass(frozen=True)
 class MessageAdded:
     """The transcript grew by one message."""
 
@@ -708,8 +750,8 @@ class TurnEnd:
 
 Delta = TextDelta | ThinkingDelta | Retry | Adapted
 Event = (
-    SessionStart | Delta | MessageAdded | ToolStart | ToolOutput | ToolEnd | Compacted | Elided | Pinned | Notice
-    | TurnEnd
+    SessionStart | RequestStart | Delta | RequestEnd | MessageAdded | ToolStart | ToolOutput | ToolEnd | Compacted
+    | Elided | Pinned | Notice | TurnEnd
 )  # fmt: skip
 Sink = Callable[[Event], None]
 
@@ -746,7 +788,7 @@ def event_to_json(event: Event) -> dict[str, Any] | None:
             return {"type": "elided", "messages": elided, "tokens_before": before, "tokens_after": after}
         case Pinned(_, text):
             return {"type": "pinned", "text": text}
-        case ToolOutput():
+        case ToolOutput() | RequestStart() | RequestEnd():
             return None
 
 
@@ -987,6 +1029,15 @@ def _replace_file(directory: int, name: str, data: bytes) -> None:
             os.close(old)
 
 
+def sync_directory(path: Path) -> None:
+    """Wait until the names in a directory are on disk."""
+    file = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
 class Workspace:
     """The files below `root`, a real path, and below `scratch`, which commands in the sandbox see as /tmp.
 
@@ -1127,6 +1178,478 @@ class Workspace:
                     if looks_secret(name, value) and is_worth_hiding(value):
                         found[name.strip()] = value
         return found
+
+
+# --- Snapshots ------------------------------------------------------------------------------------
+# The state of the workspace, kept outside of it, so that whatever changed it can be taken back. A store of our own
+# and not git's: it needs no git and obeys no configuration, filter or hook, and it keeps what git drops: all mode
+# bits, empty directories, files inside nested repositories. Content is stored compressed under its hash; a
+# directory is an object that lists its entries, so what did not change costs nothing.
+# Covered: content, names (any bytes), modes and symbolic links, also of files that git ignores.
+# Not covered: .git itself; files over 50 MB; folders that tools fill and can fill again (node_modules,
+# __pycache__, those with a CACHEDIR.TAG or pyvenv.cfg); owners, times, extended attributes, hard links, devices,
+# sockets; a program that swaps directories for links while files are put back.
+
+MAX_FILE_BYTES = 50_000_000
+MAX_ENTRIES = 200_000  # in one workspace
+MAX_NEW_BYTES = 2_000_000_000  # that one snapshot adds
+MAX_STORE_BYTES = 1_000_000_000  # of one workspace, compressed: beyond it the oldest snapshots are forgotten
+MIN_FREE_BYTES = 200_000_000  # left on the disk of the store
+MAX_DEPTH = 200
+SETTLED_NS = 2_000_000_000  # a file changed less long ago than this is read again: clocks of file systems are coarse
+SYNC_EACH = 200  # new objects that are synced one by one; more of them: the whole system once
+UNFINISHED_S = 3600  # objects younger than this may belong to a snapshot that another process is taking
+
+REBUILT = ("node_modules", "__pycache__")
+REBUILT_MARKS = ("CACHEDIR.TAG", "pyvenv.cfg")
+
+
+class SnapshotError(AgentError):
+    """The workspace cannot be saved, or not be brought back."""
+
+
+class Entry(NamedTuple):
+    """One name in a directory. `kind`: f(ile), l(ink), d(irectory), or x: seen, but its content is not covered.
+
+    `mode`: the permission bits of a file. `content`: the object's name, a link's target, or a text that changes
+    when an uncovered file does.
+    """
+
+    kind: str
+    mode: int
+    content: str
+
+
+class Tree(NamedTuple):
+    """A directory: its permission bits and its entries by name."""
+
+    mode: int
+    entries: dict[str, Entry]
+
+
+@dataclass
+class Restored:
+    """What going back did: the paths that were brought back, and those left alone with the reason.
+
+    `force`: also what was changed since is to be brought back.
+    """
+
+    force: bool = False
+    done: list[str] = field(default_factory=list)
+    kept: list[tuple[str, str]] = field(default_factory=list)
+
+
+def _entry_data(tree: Tree) -> bytes:
+    return json.dumps([tree.mode, sorted((name, *entry) for name, entry in tree.entries.items())]).encode()
+
+
+def _open_directory(name: str, parent: int | None = None) -> int:
+    """Open a directory, never through a link; one that its owner locked is unlocked (the caller sets its mode)."""
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+    try:
+        return os.open(name, flags, dir_fd=parent)
+    except PermissionError:
+        os.chmod(name, 0o700, dir_fd=parent)
+        return os.open(name, flags, dir_fd=parent)
+
+
+def _read_file(name: str, parent: int) -> bytes:
+    """The content of a regular file, also of one that its owner made unreadable; raises OSError."""
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+    try:
+        file = os.open(name, flags, dir_fd=parent)
+    except PermissionError:
+        mode = stat.S_IMODE(os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode)
+        os.chmod(name, mode | stat.S_IRUSR, dir_fd=parent)
+        try:
+            file = os.open(name, flags, dir_fd=parent)
+        finally:
+            os.chmod(name, mode, dir_fd=parent)
+    with open(file, "rb") as source:
+        return source.read(MAX_FILE_BYTES + 1)
+
+
+class SnapshotStore:
+    """The snapshots of one workspace, in `folder`. A snapshot is named by the hash of its tree.
+
+    `owner`: the session that snapshots are taken for; they are forgotten with it.
+    """
+
+    def __init__(self, folder: Path, root: Path, state_dir: Path, owner: str = "") -> None:
+        self.folder = folder
+        self.root = root
+        self._objects = str(folder / "objects")
+        self.state_dir = state_dir
+        self.owner = owner
+        self._index: dict[str, list[Any]] | None = None  # path -> [signature, object]: files not to be read again
+        self._directories: set[str] = set()  # covered last time: a mark that appears in one does not change that
+        self._size = 0  # of the objects, as far as this store knows
+        self._begin(lambda: False)
+
+    def _begin(self, stop: Callable[[], bool]) -> None:
+        """Forget what the last taking counted and saw."""
+        self._stop = stop
+        self._started_ns = time.time_ns()
+        self._new_bytes = self._new_objects = self._entries = 0
+        self._seen: dict[str, list[Any]] = {}
+        self._seen_directories: set[str] = set()
+
+    # Objects
+
+    def _path(self, name: str) -> str:
+        return f"{self._objects}/{name[:2]}/{name[2:]}"
+
+    def _put(self, data: bytes) -> str:
+        """Store data under its hash and return that."""
+        name = hashlib.blake2b(data, digest_size=20).hexdigest()
+        path = self._path(name)
+        if os.path.exists(path):
+            return name
+        packed = zlib.compress(data, 1)
+        self._new_bytes += len(packed)
+        self._new_objects += 1
+        if self._new_bytes > MAX_NEW_BYTES:
+            raise SnapshotError(f"it would take more than {MAX_NEW_BYTES // 10**9} GB")
+        if self._new_objects % 1000 == 1 or len(packed) > 1_000_000:
+            free = shutil.disk_usage(self.folder).free
+            if free < MIN_FREE_BYTES:
+                raise SnapshotError(f"only {free // 10**6} MB are free on the disk of {self.folder}")
+        os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+        temporary = f"{path}.{secrets.token_hex(4)}"
+        try:
+            file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with open(file, "wb") as target:
+                target.write(packed)
+                target.flush()
+                if self._new_objects <= SYNC_EACH:
+                    os.fdatasync(file)
+            os.replace(temporary, path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            raise
+        return name
+
+    def get(self, name: str) -> bytes:
+        """The data of an object; raises SnapshotError when it is gone or damaged."""
+        try:
+            with open(self._path(name), "rb") as file:
+                data = zlib.decompress(file.read())
+        except (OSError, zlib.error):
+            data = b""
+        if hashlib.blake2b(data, digest_size=20).hexdigest() != name:
+            raise SnapshotError("its saved content is gone")
+        return data
+
+    def tree(self, name: str) -> Tree:
+        """The directory that an object lists; raises SnapshotError."""
+        mode, entries = json.loads(self.get(name))
+        return Tree(mode, {entry: Entry(*fields) for entry, *fields in entries})
+
+    # Taking
+
+    def take(self, stop: Callable[[], bool] = lambda: False) -> str:
+        """Save the workspace and return the name of its tree. Raises SnapshotError, or Interrupted when `stop` says so.
+
+        What cannot be read is noted as not covered.
+        """
+        self._begin(stop)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._load_index()
+            directory = _open_directory(str(self.root))
+            try:
+                name = self._scan(directory, "", os.fstat(directory), 0)
+            finally:
+                os.close(directory)
+            if name is None:
+                raise SnapshotError("the workspace is the agent's own state directory")
+            if self._new_objects > SYNC_EACH:
+                os.sync()
+            self._note_root(name)
+            self._save_index()
+        except OSError as exc:
+            raise SnapshotError(f"{exc.strerror}: {exc.filename or self.folder}") from None
+        if self._size > MAX_STORE_BYTES:
+            self.sweep()
+        return name
+
+    def _scan(self, directory: int, path: str, status: os.stat_result, depth: int) -> str | None:
+        """Save an open directory; returns its object, None when it is not covered."""
+        found = list(os.scandir(directory))
+        self._entries += len(found)
+        if self._entries > MAX_ENTRIES:
+            raise SnapshotError(f"the workspace holds more than {MAX_ENTRIES} files")
+        rebuilt = any(entry.name in REBUILT_MARKS for entry in found) and path and path not in self._directories
+        if rebuilt or depth > MAX_DEPTH or self._is_state(status):
+            return None
+        self._seen_directories.add(path)
+        entries = {}
+        for entry in found:
+            try:
+                if saved := self._save(directory, path, entry, depth):
+                    entries[entry.name] = saved
+            except OSError as exc:
+                if exc.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):  # it went, or became something else
+                    raise
+        return self._put(_entry_data(Tree(stat.S_IMODE(status.st_mode), entries)))
+
+    def _is_state(self, status: os.stat_result) -> bool:
+        """Whether this is our own state directory, for a workspace that contains it."""
+        with contextlib.suppress(OSError):
+            return os.path.samestat(status, os.stat(self.state_dir))
+        return False
+
+    def _save(self, directory: int, path: str, entry: os.DirEntry[str], depth: int) -> Entry | None:
+        """Save what one name stands for; None when snapshots do not cover it."""
+        if self._stop():
+            raise Interrupted
+        status = entry.stat(follow_symlinks=False)
+        mode, where = stat.S_IMODE(status.st_mode), f"{path}/{entry.name}"
+        if entry.name == ".git":
+            return None
+        if stat.S_ISLNK(status.st_mode):
+            return Entry("l", 0, os.readlink(entry.name, dir_fd=directory))
+        if stat.S_ISREG(status.st_mode):
+            return self._save_file(directory, entry.name, where, status)
+        if not stat.S_ISDIR(status.st_mode) or entry.name in REBUILT:
+            return None
+        try:
+            child = _open_directory(entry.name, directory)
+        except PermissionError:
+            return Entry("x", mode, "unreadable")
+        try:
+            name = self._scan(child, where, status, depth + 1)
+        finally:
+            if stat.S_IMODE(os.fstat(child).st_mode) != mode:
+                os.fchmod(child, mode)
+            os.close(child)
+        return Entry("d", 0, name) if name else None
+
+    def _save_file(self, directory: int, name: str, where: str, status: os.stat_result) -> Entry:
+        """Save a file, without reading it when it is the one that the index knows."""
+        mode = stat.S_IMODE(status.st_mode)
+        signature = [status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
+        known = self._index.get(where) if self._index else None
+        if known and known[0] == signature and os.path.exists(self._path(known[1])):
+            self._seen[where] = known
+            return Entry("f", mode, known[1])
+        uncovered = Entry("x", mode, f"{status.st_size} {status.st_mtime_ns}")
+        if status.st_size > MAX_FILE_BYTES:
+            return uncovered
+        try:
+            data = _read_file(name, directory)
+        except OSError:
+            return uncovered
+        if len(data) > MAX_FILE_BYTES:
+            return uncovered
+        content = self._put(data)
+        if max(status.st_mtime_ns, status.st_ctime_ns) < self._started_ns - SETTLED_NS:
+            self._seen[where] = [signature, content]
+        return Entry("f", mode, content)
+
+    def _load_index(self) -> None:
+        if self._index is not None:
+            return
+        self._index = {}
+        with contextlib.suppress(OSError, ValueError, zlib.error):
+            saved = json.loads(zlib.decompress((self.folder / "index").read_bytes()))
+            self._size, self._directories, self._index = saved[0], set(saved[1]), saved[2]
+
+    def _save_index(self) -> None:
+        """Keep the index on disk for the next process; it is only a cache."""
+        self._size += self._new_bytes
+        if self._seen == self._index and self._seen_directories == self._directories and not self._new_objects:
+            return
+        self._index, self._directories = self._seen, self._seen_directories
+        data = zlib.compress(json.dumps([self._size, sorted(self._directories), self._index]).encode(), 1)
+        handle, temporary = tempfile.mkstemp(dir=self.folder)
+        with open(handle, "wb") as file:
+            file.write(data)
+        os.replace(temporary, self.folder / "index")
+
+    # Forgetting
+
+    def _note_root(self, name: str) -> None:
+        """Remember that the owner needs this tree; the file's time says since when."""
+        roots = self.folder / "roots"
+        roots.mkdir(exist_ok=True, mode=0o700)
+        (roots / f"{name}.{self.owner}").touch(mode=0o600)
+
+    def _mark(self, name: str, marked: set[str]) -> int:
+        """Add an object and all below it to `marked`; returns the bytes that this added."""
+        if name in marked:
+            return 0
+        marked.add(name)
+        try:
+            size = os.stat(self._path(name)).st_size
+            entries = self.tree(name).entries
+        except (OSError, SnapshotError):
+            return 0
+        for kind, _, content in entries.values():
+            if kind == "d":
+                size += self._mark(content, marked)
+            elif kind == "f" and content not in marked:
+                marked.add(content)
+                with contextlib.suppress(OSError):
+                    size += os.stat(self._path(content)).st_size
+        return size
+
+    def sweep(self) -> None:
+        """Forget the oldest snapshots until the store is half empty, and delete what none of the rest needs."""
+        roots = sorted((self.folder / "roots").glob("*"), key=lambda path: path.stat().st_mtime_ns, reverse=True)
+        marked: set[str] = set()
+        total = 0
+        for index, root in enumerate(roots):
+            trial = set(marked)
+            added = self._mark(root.name.partition(".")[0], trial)
+            if index and total + added > MAX_STORE_BYTES // 2:
+                for old in roots[index:]:
+                    old.unlink(missing_ok=True)
+                break
+            marked, total = trial, total + added
+        for path in (self.folder / "objects").glob("*/*"):
+            with contextlib.suppress(OSError):
+                if path.parent.name + path.name not in marked and path.stat().st_mtime < time.time() - UNFINISHED_S:
+                    path.unlink()
+        self._size = total
+
+    def forget_owner(self) -> None:
+        """Delete the snapshots that only this owner needs."""
+        for root in (self.folder / "roots").glob(f"*.{self.owner}"):
+            root.unlink(missing_ok=True)
+        self.sweep()
+
+    # Comparing and going back
+
+    def differences(self, old: str, new: str) -> Iterator[tuple[str, Entry | None, Entry | None]]:
+        """(path, entry before, entry after) of all that differs between two trees, sorted; raises SnapshotError."""
+        yield from self._differences(self.tree(old), self.tree(new), "")
+
+    def _differences(self, old: Tree, new: Tree, path: str) -> Iterator[tuple[str, Entry | None, Entry | None]]:
+        for name in sorted(old.entries.keys() | new.entries.keys()):
+            was, now = old.entries.get(name), new.entries.get(name)
+            if was == now:
+                continue
+            if not (was and now and was.kind == now.kind == "d"):
+                yield path + name, was, now
+            below = [self._tree_of(entry) or Tree(0, {}) for entry in (was, now)]
+            yield from self._differences(below[0], below[1], f"{path}{name}/")
+
+    def _tree_of(self, entry: Entry | None) -> Tree | None:
+        return self.tree(entry.content) if entry and entry.kind == "d" else None
+
+    def restore(self, live: str, old: str, new: str, force: bool = False) -> Restored:
+        """Take back what led from tree `new` to tree `old` in the workspace, whose state is `live`.
+
+        Only names that differ between `old` and `new` are looked at. One that was changed since `old` is left
+        alone, unless `force`. Raises SnapshotError before anything is changed when a tree is gone.
+        """
+        restored = Restored(force)
+        trees = self.tree(live), self.tree(old), self.tree(new)
+        try:
+            directory = _open_directory(str(self.root))
+            try:
+                self._restore(directory, "", *trees, restored)
+            finally:
+                os.close(directory)
+        except OSError as exc:
+            restored.kept.append((".", exc.strerror or str(exc)))
+        return restored
+
+    def _restore(self, directory: int, path: str, live: Tree, old: Tree, new: Tree, restored: Restored) -> None:
+        """Go back in one open directory, and set its mode last."""
+        mode = new.mode if old.mode != new.mode and (restored.force or live.mode in (old.mode, new.mode)) else live.mode
+        if live.mode & 0o700 != 0o700:
+            os.fchmod(directory, live.mode | 0o700)
+        for name in sorted(old.entries.keys() | new.entries.keys()):
+            was, goal, now = old.entries.get(name), new.entries.get(name), live.entries.get(name)
+            if goal in (was, now):
+                continue
+            try:
+                self._restore_entry(directory, f"{path}{name}", name, now, was, goal, restored)
+            except OSError as exc:
+                restored.kept.append((path + name, exc.strerror or str(exc)))
+            except SnapshotError as exc:
+                restored.kept.append((path + name, str(exc)))
+        if mode != stat.S_IMODE(os.fstat(directory).st_mode):
+            os.fchmod(directory, mode)
+        if mode != live.mode:
+            restored.done.append(path or "./")
+
+    def _restore_entry(
+        self, directory: int, path: str, name: str, now: Entry | None, was: Entry | None, goal: Entry | None,
+        restored: Restored,
+    ) -> None:  # fmt: skip
+        """Bring one name from `now` to `goal`, if it is as it `was`; raises OSError and SnapshotError."""
+        live, old, new = self._tree_of(now), self._tree_of(was), self._tree_of(goal)
+        if live and (new or old or restored.force):  # what is in it may be mended in part
+            empty = Tree(live.mode, {})
+            since = live if restored.force and not new else old or empty
+            child = _open_directory(name, directory)
+            try:
+                self._restore(child, path + "/", live, since, new or empty, restored)
+            finally:
+                os.close(child)
+            if new:
+                return
+            try:
+                os.rmdir(name, dir_fd=directory)
+            except OSError as exc:
+                if exc.errno != errno.ENOTEMPTY:
+                    raise
+                raise SnapshotError("it holds files that were made since, or that snapshots do not cover") from None
+        elif now != was and not restored.force:
+            raise SnapshotError("it was changed since")
+        elif now and now.kind == "x":
+            raise SnapshotError("its content is not covered, so it cannot be brought back later")
+        self._replace(directory, path, name, None if live else now, goal, restored)
+        restored.done.append(path)
+
+    def _replace(
+        self, directory: int, path: str, name: str, now: Entry | None, goal: Entry | None, restored: Restored
+    ) -> None:
+        """Put `goal` in the place of a file, a link or nothing, in one step; raises OSError and SnapshotError."""
+        if goal is None:
+            if now:
+                os.unlink(name, dir_fd=directory)
+        elif goal.kind == "x":
+            raise SnapshotError("its content was not covered")
+        elif goal.kind == "d":
+            tree = self.tree(goal.content)
+            if now:
+                os.unlink(name, dir_fd=directory)
+            os.mkdir(name, 0o700, dir_fd=directory)
+            child = _open_directory(name, directory)
+            try:
+                nothing = Tree(tree.mode, {})
+                self._restore(child, path + "/", nothing, nothing, tree, restored)
+            finally:
+                os.close(child)
+        elif now and now.kind == goal.kind == "f" and now.content == goal.content:
+            os.chmod(name, goal.mode, dir_fd=directory)
+        else:
+            self._put_back(directory, name, goal)
+
+    def _put_back(self, directory: int, name: str, goal: Entry) -> None:
+        """Make a file or a link beside its place and move it there."""
+        data = self.get(goal.content) if goal.kind == "f" else b""
+        temporary = f".agent-{secrets.token_hex(6)}"
+        try:
+            if goal.kind == "l":
+                os.symlink(goal.content, temporary, dir_fd=directory)
+            else:
+                flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+                with open(os.open(temporary, flags, 0o600, dir_fd=directory), "wb") as file:
+                    file.write(data)
+                    file.flush()
+                    os.fchmod(file.fileno(), goal.mode)
+                    os.fdatasync(file.fileno())
+            os.replace(temporary, name, src_dir_fd=directory, dst_dir_fd=directory)
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary, dir_fd=directory)
+            raise
 
 
 # --- Sandbox --------------------------------------------------------------------------------------
@@ -3844,7 +4367,9 @@ def failure_of(error: Exception, limit_s: float) -> Failure:
     cause: BaseException = error
     while cause.__cause__ or cause.__context__:
         cause = cause.__cause__ or cause.__context__ or cause
-    return Failure("no connection", one_line(str(cause) or type(cause).__name__, 200))
+    number = cause.errno or 0 if isinstance(cause, OSError) else 0  # 1 and below are TLS and name lookup
+    reason = os.strerror(number) if number > 1 else re.sub(r"\[Errno -?\d+\] ", "", str(cause))
+    return Failure("no connection", one_line(reason or type(cause).__name__, 200))
 
 
 def explain(failure: Failure, base_url: str, model: str, size: int) -> ProviderError:
@@ -4198,6 +4723,16 @@ class Checkpoint:
             case Pinned(at, text):
                 return dataclasses.replace(self, pins=(*self.pins, Pin(at, text)))
         return self
+
+    def events(self, messages: int) -> Iterator[Event]:
+        """The events that lead to it, for a transcript that was cut off after so many messages."""
+        if self.covered:
+            yield Compacted(self.covered, self.summary, 0, 0, self.room)
+        if self.elided or self.room:
+            yield Elided(self.elided, self.room, 0, 0)
+        for pin in self.pins:
+            if pin.at <= messages:
+                yield Pinned(pin.at, pin.text)
 
     @property
     def message_limit(self) -> int:
@@ -4648,17 +5183,17 @@ def describe_notes(config: Config) -> list[str]:
     return [f"project notes: {names}{more}"]
 
 
-AskAside = Callable[[list[Message], Sequence[Tool]], AsyncGenerator[Event | Reply, None]]
+AskModel = Callable[[str, list[Message], Sequence[Tool]], AsyncGenerator[Event, None]]
 
 
 class ViewKeeper:
     """Keeps the view of one transcript within the context window.
 
-    The loop alone adds to the transcript. `ask(request, tools)` yields events and then the model's Reply.
+    The loop alone adds to the transcript. `ask(purpose, request, tools)` sends a request; its last event is RequestEnd.
     """
 
     def __init__(
-        self, config: Config, provider: Provider, tools: Sequence[Tool], files: PinnedFiles, ask: AskAside
+        self, config: Config, provider: Provider, tools: Sequence[Tool], files: PinnedFiles, ask: AskModel
     ) -> None:
         self.config = config
         self.provider = provider
@@ -4869,12 +5404,11 @@ class ViewKeeper:
         try:
             while request := work.next_request():
                 try:
-                    async with aclosing(self.ask(request[0], self.tools if request[1] else ())) as asking:
-                        async for item in asking:
-                            if isinstance(item, Reply):
-                                work.take(item)
-                            else:
-                                yield item
+                    async with aclosing(self.ask("summary", request[0], self.tools if request[1] else ())) as asking:
+                        async for event in asking:
+                            yield event
+                            if isinstance(event, RequestEnd) and event.reply:
+                                work.take(event.reply)
                 except ContextOverflow as overflow:
                     work.refused(overflow)
             summary = _clip_to(work.summary, room // 2)
@@ -4938,8 +5472,24 @@ def unusable(detail: str) -> str:
     return f"{FEEDBACK}Your reply could not be processed. No tool was executed for it. {detail}"
 
 
+BeforeChange = Callable[[], Awaitable[None]]
+
+
+async def _nothing() -> None:
+    """What happens before a change where nothing has to."""
+
+
+def request_digest(messages: Sequence[Message], tools: Sequence[Tool]) -> str:
+    """The same for two requests exactly when they offer the same tools and send the same messages."""
+    offered = [[tool.name, tool.description, tool.parameters] for tool in tools]
+    return hashlib.sha256(json.dumps([list(messages), offered]).encode()).hexdigest()[:32]
+
+
 class Agent:
-    """One conversation: the transcript and the loop that grows it."""
+    """One conversation: the transcript and the loop that grows it.
+
+    `before_change` is awaited before a call that may change something, after its approval.
+    """
 
     def __init__(
         self,
@@ -4948,14 +5498,16 @@ class Agent:
         tools: Sequence[Tool],
         context: ToolContext,
         approve: Approve,
+        before_change: BeforeChange = _nothing,
     ) -> None:
         self.config = config
         self.provider = provider
         self.tools = tools
         self.context = context
         self.approve = approve
+        self.before_change = before_change
         self.messages: list[Message] = []
-        self.keeper = ViewKeeper(config, provider, tools, PinnedFiles(context), self._ask_aside)
+        self.keeper = ViewKeeper(config, provider, tools, PinnedFiles(context), self._ask)
         self._calls = 0  # how many calls the transcript holds: the next one's number
         self.sources: list[str] = []  # what the model has read since the user's own last prompt; only grows until then
         self.interrupt = context.interrupt
@@ -4982,7 +5534,10 @@ class Agent:
         return self.keeper.checkpoint
 
     async def turn(self, prompt: str) -> AsyncGenerator[Event, None]:
-        """Run one turn: add the prompt, then step until the model stops calling tools. TurnEnd comes last."""
+        """Run one turn: add the prompt, then step until the model stops calling tools. TurnEnd comes last.
+
+        Without a prompt it goes on from where the transcript stands, as after a provider that gave up.
+        """
         started, reason = time.monotonic(), "limit"
         failure: AgentError | None = None
         self._begin_turn()
@@ -4996,20 +5551,19 @@ class Agent:
                 async with aclosing(self.keeper.make_room(overflow)) as making:
                     async for event in making:
                         yield event
-                self.steps += 1
                 try:
-                    async with aclosing(self.provider.stream(self.keeper.view(), self.tools, self.interrupt)) as stream:
-                        async for item in stream:
-                            if not isinstance(item, Reply):
-                                yield self._streamed(item)
-                        reply = self._received(item)
+                    async with aclosing(self._ask("step", self.keeper.view(), self.tools)) as answering:
+                        async for item in answering:
+                            yield item
+                        assert isinstance(item, RequestEnd)
+                        reply = self._received(item.reply)
                 except ContextOverflow as refusal:
                     overflow = refusal
                     continue
                 overflow = None
                 for event in self.keeper.received(reply.usage):
                     yield event
-                if reply.text or reply.tool_calls:
+                if reply.text.strip() or reply.tool_calls:
                     yield self._add(reply.message)
                 async with aclosing(self._run_calls(reply)) as running:
                     async for event in running:
@@ -5036,12 +5590,17 @@ class Agent:
         """No call is left open, what is pinned stands before the prompt, and the prompt is added."""
         yield from self.settle()
         yield from self.keeper.pin_at_start()
-        yield self._add(user_message(prompt))
+        if prompt:
+            yield self._add(user_message(prompt))
 
     def settle(self) -> Iterator[Event]:
         """Answer the calls that were left without a result: after an interrupt, an error, a killed process."""
         for call in unanswered(self.messages):
             yield self._add(tool_message(call, ToolResult(NOT_EXECUTED, is_error=True)))
+
+    def note(self, text: str) -> MessageAdded:
+        """Let the model know, with the next request, what happened outside of a turn."""
+        return self._add(feedback_message(text))
 
     def _add(self, message: Message) -> MessageAdded:
         """The only place where the transcript grows."""
@@ -5049,6 +5608,32 @@ class Agent:
         self.keeper.added(message)
         self._calls += len(message_calls(message))
         return MessageAdded(message)
+
+    async def _ask(
+        self, purpose: str, request: Sequence[Message], tools: Sequence[Tool]
+    ) -> AsyncGenerator[RequestStart | Delta | RequestEnd, None]:
+        """Send one request, a step or a summary; the last event is a RequestEnd, with the Reply unless this raises."""
+        started = time.monotonic()
+        self.steps += 1
+        yield RequestStart(
+            purpose, self.provider.model, len(self.messages), self.checkpoint.covered, self.checkpoint.elided,
+            self.keeper.used() if purpose == "step" else estimate_tokens(request), self.keeper.window.tokens,
+            request_digest(request, tools),
+        )  # fmt: skip
+        reply = None
+        try:
+            async with aclosing(self.provider.stream(request, tools, self.interrupt)) as stream:
+                async for item in stream:
+                    if isinstance(item, Reply):
+                        reply = item
+                        self.usage += item.usage or Usage()
+                    elif purpose == "step" or isinstance(item, Retry | Adapted):
+                        yield self._streamed(item)
+        except (ProviderError, Interrupted) as exc:
+            status = {ContextOverflow: "overflow", Interrupted: "interrupted"}.get(type(exc), "failed")
+            yield RequestEnd(purpose, status, str(exc) or None, time.monotonic() - started, None)
+            raise
+        yield RequestEnd(purpose, "completed", None, time.monotonic() - started, reply)
 
     def _streamed(self, item: Delta) -> Delta:
         """Keep what was streamed, in case the reply is never completed."""
@@ -5058,15 +5643,14 @@ class Agent:
             self._partial = ""
         return item
 
-    def _received(self, item: Delta | Reply) -> Reply:
+    def _received(self, item: Reply | None) -> Reply:
         """Take a complete reply: count its tokens and give its calls ids that are unique in the transcript.
 
         Nine letters and digits: the form that every known server accepts. What cannot be read of a call is put
         into a form that can be sent back, and becomes the reply's problem.
         """
-        assert isinstance(item, Reply)
+        assert item is not None
         self._partial = ""
-        self.usage += item.usage or Usage()
         calls, problem = settled_calls(item.tool_calls)
         calls = [dataclasses.replace(call, id=f"call{self._calls + i:05d}") for i, call in enumerate(calls)]
         return dataclasses.replace(item, message=with_calls(item.message, calls), problem=item.problem or problem)
@@ -5114,6 +5698,8 @@ class Agent:
             decision = await interruptible(self.approve(tool, preview, tuple(self.sources)), self.interrupt)
             if not decision.allowed:
                 return ToolResult(f"Denied: {decision.reason}.", is_error=True)
+            if tool.risk != "read" and not decision.read_only:
+                await self.before_change()
             if decision.command is not None:
                 arguments["command"] = decision.command
             result = await tool.run(dataclasses.replace(context, read_only=decision.read_only), arguments)
@@ -5155,16 +5741,6 @@ class Agent:
         if self._unusable_replies > MAX_UNUSABLE_REPLIES:
             raise NoProgress(f"no progress: {self._unusable_replies} replies of the model could not be used")
 
-    async def _ask_aside(self, request: list[Message], tools: Sequence[Tool]) -> AsyncGenerator[Event | Reply, None]:
-        """Send a request for the view's sake: it counts as a step, and what is streamed of it is not shown."""
-        self.steps += 1
-        async with aclosing(self.provider.stream(request, tools, self.interrupt)) as stream:
-            async for item in stream:
-                if isinstance(item, Reply):
-                    self.usage += item.usage or Usage()
-                if isinstance(item, Reply | Retry | Adapted):
-                    yield item
-
 
 def build_system_prompt(config: Config) -> str:
     """The system prompt of a new session: ours, then the user's own words. Frozen in the session's header."""
@@ -5172,53 +5748,159 @@ def build_system_prompt(config: Config) -> str:
 
 
 # --- Session --------------------------------------------------------------------------------------
-# The session log: append-only JSON lines, written to disk before the next request goes out. One record a line:
+# The session log: append-only JSON lines, each on disk before anything that depends on it happens. One record a
+# line; each also has `time`, seconds since the epoch. What was sent is not stored again: the system prompt, the
+# messages and the boundaries of a request rebuild it, and its digest proves that (see Replay).
 #
-#   type        fields                                             when
-#   session     version, id, workspace, model, created, system     first line
-#   message     message                                            the transcript grew
-#   compacted   covered, summary, room, tokens_before, tokens_after  the view was compacted
-#   elided      elided, room, tokens_before, tokens_after          old tool results became stubs in the view
-#   pinned      at, text                                           notes or a file were put into the view
-#   turn_end    reason, error, usage, steps, elapsed_s             a turn ended
+#   type        fields                                                        when
+#   session     version, id, workspace, model, created, system, forked_from   first line
+#   opened      program, model, settings, tools                               a process begins, or goes on with it
+#   message     message                                                       the transcript grew
+#   request     purpose, model, messages, covered, elided, tokens, window,    a request is about to be sent
+#               digest
+#   retry       attempt, delay_s, reason                                      it failed and is tried again
+#   reply       purpose, status, error, elapsed_s, finish_reason, usage,      it ended; `message` only where the
+#               message                                                       transcript does not get it
+#   compacted   covered, summary, room, tokens_before, tokens_after           the view was compacted
+#   elided      elided, room, tokens_before, tokens_after                     old tool results became stubs in the view
+#   pinned      at, text                                                      notes or a file were put into the view
+#   snapshot    why, tree                                                     the workspace, before a turn, an undo or
+#                                                                             a redo changes it
+#   changed     tree, kept                                                    the workspace after that
+#   turn_end    reason, error, usage, steps, elapsed_s                        a turn ended
 #
-# Covered: a torn last line (the process was killed) is dropped and said; two processes never write one log.
-# Not covered: a log edited by hand in ways that still are valid records.
+# Covered: a torn or zeroed tail is set aside and said; damaged lines are skipped and said; a full or read-only disk
+# is said, and what could not be written is written as soon as there is room; two processes never write one log.
+# Not covered: a log edited by hand into other valid records.
 
 LOG_VERSION = 1
+KEEP_SESSIONS = 100  # of one workspace; the oldest are deleted
+KEEP_DAYS = 90  # sessions of a workspace that does not exist any more
+FIRST_BYTES = 65_536  # of a log, read to show what it is about
+
+Record = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
+class Change:
+    """What a turn, an undo or a redo did to the workspace: its trees before and after; None: it was cut off.
+
+    `messages`: how long the transcript was then.
+    """
+
+    why: str
+    before: str
+    after: str | None
+    messages: int
+
+
+@dataclass
 class Folded:
     """The state that a log leads to. `system_prompt` is frozen for the session's life."""
 
     id: str
+    workspace: str
     model: str
     system_prompt: str
-    messages: list[Message]
-    checkpoint: Checkpoint
+    messages: list[Message] = field(default_factory=list)
+    checkpoint: Checkpoint = Checkpoint()
+    undoable: list[Change] = field(default_factory=list)
+    """Turns (and redone ones), the latest last."""
+    redoable: list[Change] = field(default_factory=list)
+    """Undos, the latest last."""
+    dropped: int = 0
+    """Records that made no sense where they stood, and were left out."""
+    left: tuple[str, Change] | None = None
+    """("undo" or "redo", the change) when the last one left files alone because they were changed since."""
+    changing: list[Change] | None = None
+    """The list whose last change waits for its tree afterwards."""
+    _going: tuple[str, Change] | None = None
+    """What an undo or redo that has begun takes back."""
+
+    def apply(self, record: Record) -> None:
+        """Take the next record."""
+        match record:
+            case {"type": "message", "message": message} if is_message(message):
+                self._add(message)
+            case {"type": "compacted", "covered": int(covered), "summary": str(summary), "room": int(room)}:
+                self.checkpoint = self.checkpoint.after(Compacted(self._border(covered), summary, 0, 0, room))
+            case {"type": "elided", "elided": int(elided), "room": int(room)}:
+                self.checkpoint = self.checkpoint.after(Elided(elided, room, 0, 0))
+            case {"type": "pinned", "at": int(at), "text": str(text)}:
+                self.checkpoint = self.checkpoint.after(Pinned(self._border(at), text))
+            case {"type": "snapshot", "why": str(why), "tree": str(tree)}:
+                self._begin_change(why, tree)
+            case {"type": "changed", "tree": str(tree), "kept": int(kept)}:
+                self._end_change(tree, kept)
+            case {"type": "message" | "compacted" | "elided" | "pinned" | "snapshot" | "changed" | "session"}:
+                self.dropped += 1
+
+    def _border(self, place: int) -> int:
+        """The place itself; in a damaged log the nearest one before it that parts no call from its answer."""
+        place = max(0, min(place, len(self.messages)))
+        while 0 < place < len(self.messages) and self.messages[place]["role"] == "tool":
+            place -= 1
+        return place
+
+    def _add(self, message: Message) -> None:
+        """Grow the transcript so that each call has its answer, whatever is missing in a damaged log."""
+        open_calls = unanswered(self.messages)
+        if message["role"] != "tool":
+            for call in open_calls:
+                self.messages.append(tool_message(call, ToolResult(NOT_EXECUTED, is_error=True)))
+            self.dropped += len(open_calls)
+        elif message["tool_call_id"] not in [call.id for call in open_calls]:
+            self.dropped += 1
+            return
+        self.messages.append(message)
+
+    def _begin_change(self, why: str, tree: str) -> None:
+        """An undo takes the last change from `undoable` and is itself redoable, and the other way round.
+
+        "undo-rest" and "redo-rest" go on with what the step before left alone.
+        """
+        direction, _, rest = why.partition("-")
+        source, target = (self.undoable, self.redoable) if direction == "undo" else (self.redoable, self.undoable)
+        self._going = self.left if rest else None
+        if direction != "turn" and not rest and source:
+            self._going = (direction, source.pop())
+        target.append(Change(why, tree, None, len(self.messages)))
+        self.left, self.changing = None, target
+
+    def _end_change(self, tree: str, kept: int) -> None:
+        """Note the tree afterwards; a turn that changed nothing is forgotten, one that did ends what is redoable."""
+        changes, self.changing = self.changing, None
+        if not changes:
+            self.dropped += 1
+            return
+        self.left = self._going if kept else None
+        if changes[-1].before == tree and changes[-1].why == "turn":
+            changes.pop()
+            return
+        changes[-1] = dataclasses.replace(changes[-1], after=tree)
+        if changes[-1].why == "turn":
+            self.redoable.clear()
 
 
-def fold(records: Iterable[Mapping[str, Any]]) -> Folded:
+def fold(records: Iterable[Record]) -> Folded:
     """Read the records in order into the state of the session; raises AgentError when they begin wrongly."""
-    header: Mapping[str, Any] = {}
-    messages: list[Message] = []
-    checkpoint = Checkpoint()
-    for record in records:
-        match record.get("type"):
-            case "session":
-                header = record
-            case "message":
-                messages.append(record["message"])
-            case "compacted":
-                checkpoint = checkpoint.after(Compacted(record["covered"], record["summary"], 0, 0, record["room"]))
-            case "elided":
-                checkpoint = checkpoint.after(Elided(record["elided"], record["room"], 0, 0))
-            case "pinned":
-                checkpoint = checkpoint.after(Pinned(record["at"], record["text"]))
-    if header.get("version") != LOG_VERSION:
-        raise AgentError(f"its version is {header.get('version')}, this program reads version {LOG_VERSION}")
-    return Folded(header["id"], header["model"], header["system"], messages, checkpoint)
+    rest = iter(records)
+    match next(rest, {}):
+        case {"type": "session", "version": int(version)} if version > LOG_VERSION:
+            raise AgentError(f"a later version of this program wrote it (log version {version}, not {LOG_VERSION})")
+        case {
+            "type": "session",
+            "id": str(id),
+            "workspace": str(workspace),
+            "model": str(model),
+            "system": str(system),
+        }:
+            folded = Folded(id, workspace, model, system)
+        case _:
+            raise AgentError("its first line is not the beginning of a session")
+    for record in rest:
+        folded.apply(record)
+    return folded
 
 
 def event_to_record(event: Event) -> dict[str, Any] | None:
@@ -5226,6 +5908,19 @@ def event_to_record(event: Event) -> dict[str, Any] | None:
     match event:
         case MessageAdded(message):
             return {"type": "message", "message": message}
+        case RequestStart():
+            return {"type": "request", **dataclasses.asdict(event)}
+        case Retry():
+            return {"type": "retry", **dataclasses.asdict(event)}
+        case RequestEnd(purpose, status, error, elapsed_s, reply):
+            record = {
+                "type": "reply", "purpose": purpose, "status": status, "error": error, "elapsed_s": round(elapsed_s, 3),
+                "finish_reason": reply.finish_reason if reply else None,
+                "usage": dataclasses.asdict(reply.usage) if reply and reply.usage else None,
+            }  # fmt: skip
+            if reply and (purpose == "summary" or not (reply.text.strip() or reply.tool_calls)):
+                record["message"] = reply.message
+            return record
         case Compacted() | Elided() | Pinned():
             return {"type": type(event).__name__.lower(), **dataclasses.asdict(event)}
         case TurnEnd(reason, error, usage, steps, elapsed_s):
@@ -5237,33 +5932,68 @@ def event_to_record(event: Event) -> dict[str, Any] | None:
             return None
 
 
-def read_log(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """(records, number of bytes dropped): whole records up to a torn tail. Raises AgentError if unreadable."""
+class Log(NamedTuple):
+    """What stands in a log: its records, the bytes after the last of them, the number of damaged lines before it."""
+
+    records: list[dict[str, Any]]
+    tail: bytes
+    damaged: int
+
+
+def parse_log(data: bytes) -> Log:
+    """Read the lines of a log. A last line without its line end counts when it is whole."""
+    records: list[dict[str, Any]] = []
+    position = good = damaged = bad = 0
+    for line in data.splitlines(keepends=True):
+        position += len(line)
+        try:
+            record = json.loads(line.strip(b"\0"))
+        except (ValueError, RecursionError):
+            record = None
+        if not isinstance(record, dict):
+            bad += 1
+            continue
+        records.append(record)
+        good, damaged = position, bad
+    return Log(records, data[good:], damaged)
+
+
+def read_log(path: Path) -> Log:
+    """Read a log from disk; raises AgentError when that is not possible."""
     try:
-        data = path.read_bytes()
+        return parse_log(path.read_bytes())
     except OSError as exc:
         raise AgentError(exc.strerror or str(exc)) from None
-    records, good = [], 0
-    for line in data.splitlines(keepends=True):
-        try:
-            record = json.loads(line)
-        except ValueError:
-            record = None
-        if not isinstance(record, dict) or not line.endswith(b"\n"):
-            break
-        records.append(record)
-        good += len(line)
-    return records, len(data) - good
+
+
+def write_all(file: int, data: bytes) -> None:
+    """Append data and wait until it is on disk; raises OSError after taking back a part that was written."""
+    start = os.fstat(file).st_size
+    rest = memoryview(data)
+    try:
+        while rest:
+            rest = rest[os.write(file, rest) :]
+        os.fdatasync(file)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.ftruncate(file, start)
+        raise
 
 
 class Session:
-    """One conversation on disk. `record` is a sink; it is the first of them, so that nothing runs ahead of it."""
+    """One conversation on disk. `record` is a sink; it is the first of them, so that nothing runs ahead of it.
 
-    def __init__(self, path: Path, file: int, folded: Folded, resumed: bool) -> None:
-        self.path = path
+    `folded` is at any time the state that the log leads to. `file`: the open, locked log; None: the session is
+    in memory only. `notices`: what the user has to be told; whoever shows them takes them out.
+    """
+
+    def __init__(self, folded: Folded, path: Path | None, file: int | None, resumed: bool) -> None:
         self.folded = folded
+        self.path = path
         self.resumed = resumed
+        self.notices: list[str] = []
         self._file = file
+        self._unwritten: list[bytes] = []
 
     @property
     def id(self) -> str:
@@ -5273,78 +6003,223 @@ class Session:
     def record(self, event: Event) -> None:
         """Append the event's record and wait until it is on disk."""
         if record := event_to_record(event):
-            self._append(record)
+            self.append(record)
 
-    def _append(self, record: Mapping[str, Any]) -> None:
+    def append(self, record: Record) -> None:
+        """Append one record. When the disk refuses it, it is kept in memory and tried again with the next one."""
+        self.folded.apply(record)
+        if self._file is None:
+            return
+        failing = bool(self._unwritten)
+        self._unwritten.append(json.dumps({**record, "time": round(time.time(), 3)}).encode() + b"\n")
         try:
-            os.write(self._file, json.dumps(record, ensure_ascii=True).encode() + b"\n")
-            os.fdatasync(self._file)
+            write_all(self._file, b"".join(self._unwritten))
         except OSError as exc:
-            raise AgentError(
-                f"cannot write the session log {self.path}: {exc.strerror}. Nothing was lost so far."
-            ) from None
+            if not failing:
+                self.notices.append(
+                    f"the session log cannot be written ({exc.strerror}): {self.path}. The session goes on; what"
+                    " happens from now on is kept in memory until there is room, and lost if the program ends before."
+                )
+            return
+        self._unwritten.clear()
+        if failing:
+            self.notices.append("the session log can be written again; nothing is missing in it.")
 
     def close(self) -> None:
-        """Give the log free for other processes."""
+        """Give the log free for other processes. A session in which nothing was said leaves none."""
+        if self._file is None:
+            return
+        if self.path and not self.folded.messages and not self.resumed:
+            self.path.unlink(missing_ok=True)
         os.close(self._file)
+        self._file = None
 
 
 def session_folder(config: Config) -> Path:
     """Where the sessions of a workspace are: by its real path, with a readable beginning."""
-    path = str(config.workspace)
+    path = os.fsencode(config.workspace)
     slug = re.sub(r"[^A-Za-z0-9]+", "-", config.workspace.name)[:40].strip("-") or "root"
-    return (
-        config.state_dir
-        / "sessions"
-        / f"{slug}-{hashlib.sha256(path.encode('utf-8', 'surrogateescape')).hexdigest()[:16]}"
-    )
+    return config.state_dir / "sessions" / f"{slug}-{hashlib.sha256(path).hexdigest()[:16]}"
 
 
-def new_session(config: Config, model: str, system_prompt: str) -> Session:
-    """Begin a session; raises AgentError when the state directory cannot be written."""
-    folder = session_folder(config)
+def _opened(config: Config, model: str) -> dict[str, Any]:
+    """The record of a process that goes on with a session: all that shapes its requests."""
+    settings = {name: getattr(config, name) for name in USER_SETTINGS if name not in ("instructions", "base_url")}
+    tools = [{"name": t.name, "description": t.description, "parameters": t.parameters} for t in TOOLS]
+    return {"type": "opened", "program": __version__, "model": model, "settings": settings, "tools": tools}
+
+
+def _lock(file: int) -> None:
+    """Take an open log for this process; raises AgentError when another one has it."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise AgentError("another agent works in it right now") from None
+    except OSError:
+        pass  # a file system without locks
+
+
+def _create_log(path: Path, records: Iterable[Record]) -> int:
+    """A new log, locked, with these records on disk; raises OSError and leaves nothing then."""
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        _lock(file)
+        write_all(file, b"".join(json.dumps(record).encode() + b"\n" for record in records))
+        sync_directory(path.parent)
+    except OSError:
+        os.close(file)
+        path.unlink(missing_ok=True)
+        raise
+    return file
+
+
+def new_session(
+    config: Config, model: str, system_prompt: str, origin: Folded | None = None, messages: int = 0
+) -> Session:
+    """Begin a session, or fork one: with the first so many messages of `origin`.
+
+    Where the state directory cannot be written, the session is in memory only, and its notices say so.
+    """
     id = f"{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
     header = {
         "type": "session", "version": LOG_VERSION, "id": id, "workspace": str(config.workspace), "model": model,
         "created": datetime.now().astimezone().isoformat(timespec="seconds"), "system": system_prompt,
     }  # fmt: skip
-    path = folder / f"{id}.jsonl"
+    records: list[dict[str, Any]] = [header]
+    if origin:
+        header["forked_from"] = {"id": origin.id, "messages": messages}
+        records += [{"type": "message", "message": message} for message in origin.messages[:messages]]
+        if origin.checkpoint.covered <= messages:
+            records += filter(None, map(event_to_record, origin.checkpoint.events(messages)))
+    records.append(_opened(config, model))
+    path = session_folder(config) / f"{id}.jsonl"
     try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o600)
+        return Session(fold(records), path, _create_log(path, records), resumed=False)
     except OSError as exc:
-        raise AgentError(
-            f"cannot keep the session in {folder}: {exc.strerror}. Set XDG_STATE_HOME elsewhere."
-        ) from None
-    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    session = Session(path, file, fold([header]), resumed=False)
-    session._append(header)
-    return session
+        session = Session(fold(records), None, None, resumed=False)
+        session.notices.append(
+            f"this session is not kept: {path} cannot be written ({exc.strerror}). Set XDG_STATE_HOME elsewhere."
+        )
+        return session
 
 
 def list_sessions(config: Config) -> list[Path]:
-    """The logs of this workspace, the newest first."""
+    """The logs of this workspace, the one used last first."""
     return sorted(session_folder(config).glob("*.jsonl"), key=lambda path: path.stat().st_mtime_ns, reverse=True)
 
 
-def resume_session(path: Path) -> tuple[Session, str]:
-    """Open a log to go on with it; the text says what had to be dropped, "" as a rule.
+def _open_log(path: Path) -> tuple[int, bool]:
+    """(file, whether it can be written) of a log that is locked now; raises AgentError."""
+    for flags in (os.O_RDWR | os.O_APPEND, os.O_RDONLY):
+        try:
+            file = os.open(path, flags)
+        except OSError as exc:
+            if exc.errno in (errno.EROFS, errno.EACCES) and flags != os.O_RDONLY:
+                continue
+            raise AgentError(exc.strerror or str(exc)) from None
+        try:
+            _lock(file)
+        except AgentError:
+            os.close(file)
+            raise
+        return file, flags != os.O_RDONLY
+    raise AssertionError("unreachable")
 
-    Raises AgentError when it is unreadable or another process has it open.
+
+def _mend_tail(path: Path, file: int, data: bytes, tail: bytes) -> None:
+    """Take what is no record from the end of the log into a file beside it; raises OSError."""
+    if tail:
+        with open(os.open(path.with_suffix(".torn"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "wb") as torn:
+            torn.write(tail)
+        os.ftruncate(file, len(data) - len(tail))
+    if not data[: len(data) - len(tail)].endswith(b"\n"):
+        write_all(file, b"\n")
+
+
+def resume_session(config: Config, model: str, path: Path) -> tuple[Session, list[str]]:
+    """Open a log to go on with it; the texts say what had to be left out.
+
+    Raises AgentError when it is unreadable, belongs elsewhere, or another process has it open.
     """
-    records, dropped = read_log(path)
-    folded = fold(records)
-    file = os.open(path, os.O_RDWR | os.O_APPEND)
+    file, writable = _open_log(path)
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+        with open(os.dup(file), "rb") as source:
+            data = source.read()
+        log = parse_log(data)
+        folded = fold(log.records)
+        if folded.workspace != str(config.workspace):
+            raise AgentError(f"it belongs to {folded.workspace}")
+        if writable:
+            _mend_tail(path, file, data, log.tail)
+    except OSError as exc:
         os.close(file)
-        raise AgentError("another agent works in it right now") from None
-    if dropped:
-        shutil.copy(path, path.with_suffix(".torn"))
-        os.truncate(file, path.stat().st_size - dropped)
-    text = f"{dropped} bytes at the end of the session log were not whole records and were left out" if dropped else ""
-    return Session(path, file, folded, resumed=True), text
+        raise AgentError(exc.strerror or str(exc)) from None
+    except AgentError:
+        os.close(file)
+        raise
+    notes = []
+    if log.tail:
+        notes.append(f"{len(log.tail)} bytes at the end of the session log were no whole record and were left out")
+    if log.damaged or folded.dropped:
+        notes.append(f"{log.damaged + folded.dropped} damaged records of the session log were left out or replaced")
+    if not writable:
+        os.close(file)
+        notes.append(f"{path} cannot be written: the session goes on, but what happens from now on is not kept")
+        return Session(folded, None, None, resumed=True), notes
+    session = Session(folded, path, file, resumed=True)
+    session.append(_opened(config, model))
+    return session, notes
+
+
+def find_session(config: Config, id: str) -> Path:
+    """The log of the session with this id, or this unambiguous beginning or end of it; raises AgentError."""
+    paths = list_sessions(config)
+    found = [path for path in paths if path.stem == id]
+    found = found or [path for path in paths if id and (path.stem.startswith(id) or path.stem.endswith(id))]
+    if len(found) != 1:
+        what = f"{len(found)} sessions fit {id!r}" if found else f"there is no session {id} of {config.workspace}"
+        raise AgentError(f"{what}. --sessions and /sessions list those there are.")
+    return found[0]
+
+
+def snapshot_store(config: Config, session_id: str) -> SnapshotStore:
+    """The snapshots of the workspace, taken for this session."""
+    return SnapshotStore(session_folder(config) / "snapshots", config.workspace, config.state_dir, session_id)
+
+
+def delete_session(config: Config, path: Path) -> None:
+    """Delete a log, its snapshots and what stands beside it; raises AgentError when another process works in it."""
+    file, _ = _open_log(path)
+    try:
+        for suffix in (".jsonl", ".torn", ".trace"):
+            path.with_suffix(suffix).unlink(missing_ok=True)
+        snapshot_store(config, path.stem).forget_owner()
+    except OSError as exc:
+        raise AgentError(f"cannot delete {path}: {exc.strerror}") from None
+    finally:
+        os.close(file)
+
+
+def prune_sessions(config: Config) -> list[str]:
+    """Bound the disk use: the oldest sessions of this workspace, and all of workspaces long gone; says what went."""
+    notes = []
+    old = list_sessions(config)[KEEP_SESSIONS:]
+    for path in old:
+        with contextlib.suppress(AgentError):
+            delete_session(config, path)
+    if old:
+        notes.append(
+            f"the {len(old)} oldest sessions of this directory were deleted; the last {KEEP_SESSIONS} are kept"
+        )
+    for folder in (config.state_dir / "sessions").glob("*"):
+        logs = list(folder.glob("*.jsonl"))
+        newest = max((path.stat().st_mtime for path in logs), default=time.time())
+        if time.time() - newest > KEEP_DAYS * 86_400:
+            with contextlib.suppress(AgentError, OSError):
+                if not os.path.exists(fold(read_log(logs[0]).records).workspace):
+                    shutil.rmtree(folder)
+    return notes
 
 
 def open_session(config: Config, model: str, fresh: bool, id: str | None = None) -> tuple[Session, list[str]]:
@@ -5353,22 +6228,173 @@ def open_session(config: Config, model: str, fresh: bool, id: str | None = None)
     Continues the newest session of the workspace, or the one named `id`, unless `fresh`. What cannot be
     continued is left as it is, said, and a new session is begun; a named one raises AgentError instead.
     """
-    notes: list[str] = []
-    for path in [] if fresh else list_sessions(config):
-        if id and path.stem != id:
-            continue
-        try:
-            session, note = resume_session(path)
-        except (AgentError, KeyError, TypeError) as exc:
-            reason = f"cannot continue session {path.stem}: {exc}"
-            if id:
-                raise AgentError(f"{reason}. --sessions lists the others.") from None
-            notes.append(f"{reason}. It is left as it is ({path}); this is a new session.")
-            break
-        return session, [*notes, *filter(None, [note])]
     if id:
-        raise AgentError(f"there is no session {id} of {config.workspace}. --sessions lists those there are.")
-    return new_session(config, model, build_system_prompt(config)), notes
+        path = find_session(config, id)
+        try:
+            return resume_session(config, model, path)
+        except AgentError as exc:
+            raise AgentError(f"cannot continue session {path.stem}: {exc}. --sessions lists the others.") from None
+    notes: list[str] = []
+    for path in list_sessions(config)[: 0 if fresh else 1]:
+        try:
+            return resume_session(config, model, path)
+        except AgentError as exc:
+            notes.append(
+                f"cannot continue session {path.stem}: {exc}. It is left as it is ({path}); this is a new session."
+            )
+    session = new_session(config, model, build_system_prompt(config))
+    if session.path:
+        notes += prune_sessions(config)
+    return session, notes
+
+
+def first_prompt(path: Path) -> str:
+    """The prompt that a session began with, "" when there is none; raises AgentError when it cannot be read."""
+    try:
+        with open(path, "rb") as file:
+            log = parse_log(file.read(FIRST_BYTES))
+    except OSError as exc:
+        raise AgentError(exc.strerror or str(exc)) from None
+    return next((message_text(m) for m in fold(log.records).messages if m["role"] == "user"), "")
+
+
+def describe_sessions(config: Config, words: str = "") -> str:
+    """One line for each session of the workspace, or for each that holds the words: id, last use, size, prompt."""
+    lines = []
+    for path in list_sessions(config):
+        status = path.stat()
+        changed = datetime.fromtimestamp(status.st_mtime).strftime("%Y-%m-%d %H:%M")
+        try:
+            first = first_prompt(path) or "(empty)"
+            if words:
+                texts = [message_text(message) for message in fold(read_log(path).records).messages]
+                first = next((text[max(0, text.lower().find(words.lower()) - 20) :] for text in texts
+                              if words.lower() in text.lower()), "")  # fmt: skip
+                if not first:
+                    continue
+        except AgentError as exc:
+            first = f"(cannot be read: {exc})"
+        lines.append(f"{path.stem}  {changed}  {status.st_size // 1000:6} kB  {one_line(first, 60)}")
+    return "\n".join(lines) or (f"no session holds {words!r}" if words else "no sessions in this directory yet")
+
+
+def prompts_of(messages: Sequence[Message]) -> list[tuple[int, str]]:
+    """(place in the transcript, text) of what the user said."""
+    return [
+        (index, message_text(message))
+        for index, message in enumerate(messages)
+        if message["role"] == "user" and not message_text(message).startswith(FEEDBACK)
+    ]
+
+
+def last_exchange(messages: Sequence[Message]) -> str:
+    """The last prompt and the last words of the model, to be shown when a session goes on."""
+    prompts = prompts_of(messages)
+    if not prompts:
+        return ""
+    index, prompt = prompts[-1]
+    answers = [message_text(m) for m in messages[index:] if m["role"] == "assistant" and message_text(m)]
+    return f"> {clip(prompt, 400, 100)}" + (f"\n{clip(answers[-1], 300, 900)}" if answers else "")
+
+
+def _fenced(text: str) -> str:
+    """The text as a code block of Markdown, whatever it holds."""
+    longest = max((len(run) for run in re.findall(r"`{3,}", text)), default=2)
+    fence = "`" * (longest + 1)
+    return f"{fence}\n{text.rstrip()}\n{fence}"
+
+
+def transcript_markdown(folded: Folded) -> str:
+    """The whole transcript as readable Markdown."""
+    parts = [f"# Session {folded.id}", f"Workspace `{folded.workspace}`, model `{folded.model}`."]
+    for message in folded.messages:
+        text = message_text(message)
+        match message["role"]:
+            case "user" if text.startswith(FEEDBACK):
+                parts.append(f"*{text}*")
+            case "user":
+                parts += ["## User", text]
+            case "assistant":
+                parts += ["## Agent", text] if text else []
+                parts += [f"**{call.name}**\n\n{_fenced(call.arguments)}" for call in message_calls(message)]
+            case "tool":
+                parts.append(f"Result:\n\n{_fenced(text)}")
+    return clean("\n\n".join(parts)) + "\n"
+
+
+# --- Undo -----------------------------------------------------------------------------------------
+# Goes back to what the workspace was before a turn, and forward again. The snapshots are records of the session
+# log, so it survives a restart; an undo is itself a change, and redo takes it back.
+
+
+class Undo:
+    """The changes of one session. Every method may take as long as a snapshot takes; run them in a thread."""
+
+    def __init__(self, session: Session, store: SnapshotStore) -> None:
+        self.session = session
+        self.store = store
+
+    def take(self, stop: Callable[[], bool] = lambda: False) -> str:
+        """Save the workspace as it is; raises SnapshotError, Interrupted."""
+        return self.store.take(stop)
+
+    def begin(self, why: str, tree: str) -> None:
+        """Record that the workspace is about to be changed."""
+        self.session.append({"type": "snapshot", "why": why, "tree": tree})
+
+    def end(self, tree: str, kept: int = 0) -> None:
+        """Record what the workspace is after that; `kept`: how many paths an undo left alone."""
+        self.session.append({"type": "changed", "tree": tree, "kept": kept})
+
+    def go(self, direction: str, force: bool) -> tuple[Change, Restored]:
+        """Take back the last turn ("undo") or the last undo ("redo"). Raises SnapshotError when that is not possible.
+
+        Files that were changed since are left alone; with `force` they too are brought back, also those that the
+        step just before this one left alone.
+        """
+        folded = self.session.folded
+        changes = folded.undoable if direction == "undo" else folded.redoable
+        if force and folded.left and folded.left[0] == direction:
+            why, change = f"{direction}-rest", folded.left[1]
+        elif changes:
+            why, change = direction, changes[-1]
+        else:
+            raise SnapshotError(f"there is nothing to {direction}")
+        live = self.take()
+        old = change.after or live
+        for tree in (old, change.before):
+            self.store.tree(tree)
+        self.begin(why, live)
+        restored = self.store.restore(live, old, change.before, force)
+        self.end(self.take(), len(restored.kept))
+        return change, restored
+
+    def diff(self, whole_session: bool, limit: int = 2_000) -> str:
+        """What the last turn, or the session, changed, as a unified diff of at most `limit` lines."""
+        changes = self.session.folded.undoable
+        if not changes:
+            return "nothing was changed"
+        before = changes[0].before if whole_session else changes[-1].before
+        after = self.take() if whole_session else changes[-1].after or self.take()
+        lines: list[str] = []
+        for path, was, now in self.store.differences(before, after):
+            lines += self._diff_of(path, was, now)
+            if len(lines) > limit:
+                return "\n".join([*lines[:limit], "[... more; /export and git show the rest ...]"])
+        return "\n".join(lines) or "nothing was changed"
+
+    def _diff_of(self, path: str, was: Entry | None, now: Entry | None) -> list[str]:
+        """The difference of one path: a line that says what happened to it, then the changed lines."""
+        what = "changed" if was and now else "deleted" if was else "created"
+        modes = f", mode {was.mode:o} to {now.mode:o}" if was and now and was.mode != now.mode else ""
+        texts = []
+        for entry in (was, now):
+            data = self.store.get(entry.content) if entry and entry.kind == "f" else b""
+            if b"\0" in data[:8000] or len(data) > 1_000_000:
+                return [f"{path}: {what}{modes} (binary or large)"]
+            link = f"-> {entry.content}\n" if entry and entry.kind == "l" else ""
+            texts.append(link or data.decode("utf-8", "replace"))
+        return [f"{path}: {what}{modes}", *diff(texts[0], texts[1], path).splitlines()]
 
 
 # --- Renderers ------------------------------------------------------------------------------------
@@ -5526,6 +6552,9 @@ class PlainRenderer:
 # What a person can order besides prompts. A command is a function; its name, help and completion follow from it.
 
 
+SNAPSHOT_PATIENCE_S = 1.0  # a snapshot that takes longer is said
+
+
 class Runtime:
     """All long-lived parts of a run. `send` is the only driver of a turn."""
 
@@ -5536,22 +6565,55 @@ class Runtime:
         self.approvals = approvals
         self.sinks: list[Sink] = []
         self.leaving = False
+        self.busy = False  # a turn is running
+        self.undo = Undo(session, snapshot_store(config, session.id))
+        self._changing = False  # this turn has taken its snapshot, or could not
+        agent.before_change = self._before_change
 
     def emit(self, event: Event) -> None:
         """Hand one event to the session log, then to the renderers."""
         self.session.record(event)
-        for sink in self.sinks:
-            sink(event)
+        notices, self.session.notices = [Notice(text) for text in self.session.notices], []
+        for item in [event, *notices]:
+            for sink in self.sinks:
+                sink(item)
 
     async def send(self, prompt: str) -> TurnEnd:
         """Run one turn and return its end."""
         end: Event | None = None
-        async with aclosing(self.agent.turn(prompt)) as events:
-            async for event in events:
-                self.emit(event)
-                end = event
+        self.busy, self._changing = True, False
+        try:
+            async with aclosing(self.agent.turn(prompt)) as events:
+                async for event in events:
+                    self.emit(event)
+                    end = event
+            await self._after_change()
+        finally:
+            self.busy = False
         assert isinstance(end, TurnEnd)
         return end
+
+    async def _before_change(self) -> None:
+        """Save the workspace before the first change of a turn; when that fails the turn goes on, and it is said."""
+        if self._changing:
+            return
+        taking = asyncio.ensure_future(asyncio.to_thread(self.undo.take, self.agent.interrupt.is_set))
+        await asyncio.wait({taking}, timeout=SNAPSHOT_PATIENCE_S)
+        if not taking.done():
+            self.emit(Notice("saving the workspace first, so that /undo can take this turn back ..."))
+        try:
+            tree = await taking
+        except SnapshotError as exc:
+            self.emit(Notice(f"/undo cannot take this turn back: {exc}"))
+        else:
+            self.undo.begin("turn", tree)
+        self._changing = True
+
+    async def _after_change(self) -> None:
+        """Save what the turn left, so that a later undo knows what was changed since."""
+        if self._changing and self.session.folded.changing:
+            with contextlib.suppress(SnapshotError):  # then what was changed since cannot be told, and undo says so
+                self.undo.end(await asyncio.to_thread(self.undo.take))
 
     async def close(self) -> None:
         """End what runs in the background and let the session go."""
@@ -5565,6 +6627,8 @@ class Runtime:
         self.session = session
         folded = session.folded
         self.agent.restore(folded.messages, folded.checkpoint, folded.system_prompt)
+        self.approvals.grants.clear()
+        self.undo = Undo(session, snapshot_store(self.config, session.id))
         self.emit(SessionStart(session.id, str(self.config.workspace), self.agent.provider.model, session.resumed))
         for event in self.agent.settle():
             self.emit(event)
@@ -5578,21 +6642,6 @@ def command(function: Command) -> Command:
     """Make a function `name_command` the slash command /name; its docstring is the help."""
     COMMANDS["/" + function.__name__.removesuffix("_command")] = function
     return function
-
-
-def describe_sessions(config: Config) -> str:
-    """One line for each session of the workspace: id, time of its last change, first prompt."""
-    lines = []
-    for path in list_sessions(config):
-        changed = datetime.fromtimestamp(path.stat().st_mtime).strftime("%Y-%m-%d %H:%M")
-        try:
-            messages = fold(read_log(path)[0]).messages
-        except (AgentError, KeyError, TypeError):
-            lines.append(f"{path.stem}  {changed}  (cannot be read)")
-            continue
-        first = next((message_text(m) for m in messages if m["role"] == "user"), "(empty)")
-        lines.append(f"{path.stem}  {changed}  {len(messages):4} messages  {one_line(first, 60)}")
-    return "\n".join(lines) or "no sessions in this directory yet"
 
 
 @command
@@ -5674,24 +6723,143 @@ async def jobs_command(runtime: Runtime, rest: str) -> str:
 
 @command
 async def sessions_command(runtime: Runtime, rest: str) -> str:
-    """List the sessions of this directory."""
-    return describe_sessions(runtime.config)
+    """List the sessions of this directory: /sessions [WORDS THEY HOLD], /sessions delete ID."""
+    action, _, id = rest.partition(" ")
+    if action != "delete":
+        return describe_sessions(runtime.config, rest)
+    try:
+        path = find_session(runtime.config, id.strip())
+        if path == runtime.session.path:
+            return "that is this session; /reset erases it"
+        delete_session(runtime.config, path)
+    except AgentError as exc:
+        return f"not deleted: {exc}"
+    return f"session {path.stem} is deleted"
+
+
+async def _continue(runtime: Runtime, id: str) -> str:
+    """Go on with another session; the present one is left only when that is possible."""
+    try:
+        path = find_session(runtime.config, id)
+        if path == runtime.session.path:
+            return "that is this session"
+        session, notes = resume_session(runtime.config, runtime.agent.provider.model, path)
+    except AgentError as exc:
+        return f"cannot continue session {id}: {exc}"
+    runtime.start(session)
+    return "\n".join([*notes, last_exchange(session.folded.messages)])
 
 
 @command
 async def session_command(runtime: Runtime, rest: str) -> str:
-    """Go on with another session of this directory: /session ID."""
-    path = session_folder(runtime.config) / f"{rest}.jsonl"
-    if not rest or path not in list_sessions(runtime.config):
-        return f"there is no session {rest!r}. /sessions lists those there are."
-    if rest == runtime.session.id:
-        return "that is this session"
+    """Show which session this is, or go on with another one: /session ID."""
+    if rest:
+        return await _continue(runtime, rest)
+    folded = runtime.session.folded
+    return f"session {folded.id}, {len(folded.messages)} messages, {runtime.session.path or 'in memory only'}"
+
+
+@command
+async def resume_command(runtime: Runtime, rest: str) -> str:
+    """List the sessions of this directory, or go on with one of them: /resume NUMBER or ID."""
+    lines = describe_sessions(runtime.config).splitlines()
+    if not rest:
+        return "\n".join(f"{number:3}  {line}" for number, line in enumerate(lines, 1))
+    if rest.isdecimal() and 1 <= int(rest) <= len(lines):
+        rest = lines[int(rest) - 1].split()[0]
+    return await _continue(runtime, rest)
+
+
+@command
+async def reset_command(runtime: Runtime, rest: str) -> str:
+    """Erase this session and begin a new one; the files stay as they are."""
+    old = runtime.session.path
+    runtime.start(new_session(runtime.config, runtime.agent.provider.model, build_system_prompt(runtime.config)))
+    if old and old.exists():
+        delete_session(runtime.config, old)
+    return f"the old session is erased; this is session {runtime.session.id}"
+
+
+@command
+async def fork_command(runtime: Runtime, rest: str) -> str:
+    """List your prompts, or go on in a new session from before one of them: /fork NUMBER."""
+    folded = runtime.session.folded
+    prompts = prompts_of(folded.messages)
+    if not (rest.isdecimal() and 1 <= int(rest) <= len(prompts)):
+        lines = [f"{number:3}  {one_line(text, 80)}" for number, (_, text) in enumerate(prompts, 1)]
+        return "\n".join(lines) or "nothing was said yet"
+    index, text = prompts[int(rest) - 1]
+    runtime.start(new_session(runtime.config, runtime.agent.provider.model, folded.system_prompt, folded, index))
+    return f"session {runtime.session.id} goes on from before: {one_line(text)}\nThe files are as they were."
+
+
+@command
+async def export_command(runtime: Runtime, rest: str) -> str:
+    """Write this session as Markdown: /export [FILE]."""
+    path = runtime.config.workspace / (rest or f"session-{runtime.session.id}.md")
     try:
-        session, note = resume_session(path)
-    except AgentError as exc:
-        return f"cannot continue session {rest}: {exc}"
-    runtime.start(session)
-    return note
+        with open(path, "x", encoding="utf-8", errors="replace") as file:
+            file.write(transcript_markdown(runtime.session.folded))
+    except OSError as exc:
+        return f"cannot write {path}: {exc.strerror}"
+    return f"written: {path}"
+
+
+def _describe_step(runtime: Runtime, direction: str, change: Change, restored: Restored) -> str:
+    """What an undo or redo did, for the user."""
+    done, kept = restored.done, restored.kept
+    prompts = [text for index, text in prompts_of(runtime.agent.messages) if index < change.messages]
+    of = f' of the turn "{one_line(prompts[-1], 60)}"' if prompts and change.why == "turn" else ""
+    lines = [f"{direction}: {len(done)} paths{of} are as they were before", *(f"  {path}" for path in done[:20])]
+    if len(done) > 20:
+        lines.append(f"  ... and {len(done) - 20} more")
+    if change.after is None:
+        lines.append("It was cut off, so what was changed since it began, by whomever, was taken back with it.")
+    if kept:
+        lines += [f"left alone ({len(kept)}):", *(f"  {path}: {reason}" for path, reason in kept[:20])]
+        lines.append(f"/{direction} force brings back those that were changed since, too.")
+    if (runtime.config.workspace / ".git").exists():
+        lines.append("Not covered: .git itself (commits, branches, the index).")
+    lines.append("/redo takes this back." if direction == "undo" else "/undo takes this back.")
+    return "\n".join(lines)
+
+
+async def _step(runtime: Runtime, direction: str, rest: str) -> str:
+    """Undo or redo, and tell the model with the next prompt."""
+    if runtime.busy:
+        return f"/{direction} waits until the turn has ended"
+    if rest not in ("", "force"):
+        return f"/{direction} takes back one step; /{direction} force also what was changed since"
+    try:
+        change, restored = await asyncio.to_thread(runtime.undo.go, direction, rest == "force")
+    except SnapshotError as exc:
+        return f"no {direction}: {exc}"
+    if restored.done:
+        names = ", ".join(one_line(path, 80) for path in restored.done[:20])
+        what = "took back your changes to" if direction == "undo" else "brought back your changes to"
+        runtime.emit(runtime.agent.note(f"The user {what} {len(restored.done)} paths, among them: {names}"))
+    return _describe_step(runtime, direction, change, restored)
+
+
+@command
+async def undo_command(runtime: Runtime, rest: str) -> str:
+    """Take back all that the last turn changed in the files; /undo force: also what was changed since."""
+    return await _step(runtime, "undo", rest)
+
+
+@command
+async def redo_command(runtime: Runtime, rest: str) -> str:
+    """Take back the last undo."""
+    return await _step(runtime, "redo", rest)
+
+
+@command
+async def diff_command(runtime: Runtime, rest: str) -> str:
+    """Show what the last turn changed in the files; /diff session: what the session changed."""
+    try:
+        return await asyncio.to_thread(runtime.undo.diff, rest == "session")
+    except SnapshotError as exc:
+        return f"no diff: {exc}"
 
 
 @command
@@ -5986,13 +7154,14 @@ def choose_provider(config: Config, ask: Callable[[str], bool]) -> HttpProvider:
 def confine(config: Config) -> tuple[Workspace, Jobs, Sandbox | None, list[str]]:
     """Open the workspace and find out how commands can be confined; the texts are for the user.
 
-    Raises AgentError when the state directory cannot be used or a sandbox was demanded and does not hold.
+    Raises AgentError when a sandbox was demanded and does not hold.
     """
     state_dir, root, environ = config.state_dir, config.workspace, config.command_environment
     try:
         scratch, _ = make_scratch(state_dir)  # the lock stays with this process
-    except OSError as exc:
-        raise AgentError(f"cannot use {state_dir}: {exc.strerror}. Set XDG_STATE_HOME elsewhere.") from None
+    except OSError:  # the session says that it is not kept
+        state_dir = Path(tempfile.mkdtemp(prefix="agent_state_"))
+        scratch, _ = make_scratch(state_dir)
     notes = [
         f"{name} in the workspace is ignored: only your own {config.config_file} sets policy."
         for name in IGNORED_POLICY
@@ -6014,6 +7183,8 @@ def confine(config: Config) -> tuple[Workspace, Jobs, Sandbox | None, list[str]]
 def build_runtime(config: Config, provider: Provider, fresh: bool, session_id: str | None) -> tuple[Runtime, list[str]]:
     """Put all parts together; the texts are for the user."""
     session, notes = open_session(config, provider.model, fresh, session_id)
+    notes += session.notices
+    session.notices.clear()
     workspace, jobs, sandbox, limits = confine(config)
     context = ToolContext(config, workspace, sandbox, asyncio.Event(), jobs=jobs)
     approvals = Approvals(config.approve, sandbox=sandbox is not None)

@@ -23,7 +23,9 @@ Run = Callable[..., Finished]
 
 def kinds(conversation: Conversation) -> list[str]:
     """The names of the events, deltas and live output left out."""
-    skipped = (agent.TextDelta, agent.ThinkingDelta, agent.ToolOutput)
+    skipped = (
+        agent.TextDelta, agent.ThinkingDelta, agent.ToolOutput, agent.RequestStart, agent.RequestEnd,
+    )  # fmt: skip
     return [type(event).__name__ for event in conversation.events if not isinstance(event, skipped)]
 
 
