@@ -655,7 +655,7 @@ def test_a_window_that_nobody_names_is_assumed_and_strange_answers_are_no_error(
     strange = {"/props": [1], "/api/ps": {"models": "none"}, "/v1/models": {"data": [{"id": "m", "n_ctx": "big"}, 7]}}
     conversation = converse(server(text("ok"), gets=strange))
     conversation.send("hi")
-    assert conversation.runtime.agent.keeper.window == agent.Window(agent.DEFAULT_LOCAL_WINDOW, "assumed")
+    assert conversation.runtime.agent.keeper.window == agent.ContextWindow(agent.DEFAULT_LOCAL_WINDOW, "assumed")
 
 
 def test_ollama_is_asked_again_when_the_first_reply_has_loaded_the_model(server: Serve, converse: Converse) -> None:
