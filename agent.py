@@ -718,7 +718,8 @@ class RequestStart:
     """A request is about to be sent: the view of the first `messages` messages, of which `covered` are summarised.
 
     Large tool results among the first `elided` are stubs. `tokens` is an estimate of its size, `window` what the
-    model accepts, if known; `digest` tells whether two requests are the same. `purpose`: "step" or "summary".
+    model accepts; `digest` tells whether two requests are the same. `purpose`: "step", or "summary" that is to
+    `keep` in particular what the user said.
     """
 
     purpose: str
@@ -727,8 +728,9 @@ class RequestStart:
     covered: int
     elided: int
     tokens: int
-    window: int | None
+    window: int
     digest: str
+    keep: str
 
 
 @dataclass(frozen=True)
@@ -3943,7 +3945,7 @@ class Wire(Protocol):
 
 BROKE_OFF = Failure("the reply broke off before it was complete", "the reply broke off before it was complete")
 NO_REPLY = Failure("malformed_call: the model answered with nothing", "the model answered with nothing")
-PRINTED_BADLY = Failure("printed_call:", "(a tool call as text, among other words)")
+PRINTED_BADLY = Failure("printed_call:", "(a tool call as text, among other words)", status=400)
 REASONING_KEYS = ("reasoning_content", "reasoning", "reasoning_text")  # the first non-empty one counts
 FINISH_OVERFLOW = r"model_context_window_exceeded|context_length"  # Z.ai
 FINISH_FAILED = (
@@ -5070,22 +5072,29 @@ class PrintedCallGate:
     STARTS = ("<tool", "<function", "<invoke", "<|", "<｜", "[TOOL_CALLS]", "[{", "{", "```json\n", "```tool_call\n")
 
     def __init__(self, is_open: bool) -> None:
+        self.has_shown = False
         self._is_open = is_open
         self._held = ""
 
-    def feed(self, delta: Delta) -> list[Delta]:
+    def feed(self, deltas: Iterable[Delta]) -> Iterator[Delta]:
         """The deltas that may be shown now."""
-        if self._is_open or not isinstance(delta, TextDelta):
-            return [delta]
-        self._held += delta.text
-        start = self._held.lstrip()
-        self._is_open = not any(start.startswith(mark) or mark.startswith(start) for mark in self.STARTS)
-        return self.release() if self._is_open else []
+        for delta in deltas:
+            if self._is_open or not isinstance(delta, TextDelta):
+                self.has_shown = True
+                yield delta
+                continue
+            self._held += delta.text
+            start = self._held.lstrip()
+            self._is_open = not any(start.startswith(mark) or mark.startswith(start) for mark in self.STARTS)
+            if self._is_open:
+                yield from self.release()
 
-    def release(self) -> list[Delta]:
+    def release(self) -> Iterator[Delta]:
         """What was held back, when it was no call after all."""
         held, self._held = self._held, ""
-        return [TextDelta(held)] if held else []
+        if held:
+            self.has_shown = True
+            yield TextDelta(held)
 
 
 @dataclass
@@ -5140,14 +5149,12 @@ class HttpProvider:
 
     def wire_name(self) -> str:
         """The wire that the next request goes through."""
-        if self.config.api != "auto":
-            return self.config.api
-        learned = [name for name in ("json", "json_guess", "responses", "chat") if name in self.adaptation.flags]
-        return (
-            learned[0].removesuffix("_guess")
-            if learned
-            else ("responses" if says(r"//api\.openai\.com", self.base_url) else "chat")
-        )
+        if self._fixed_wire or self.config.api != "auto":
+            return next((n for n, wire in WIRE_OF.items() if isinstance(self._fixed_wire, wire)), self.config.api)
+        for flag in ("json", "json_guess", "responses", "chat"):
+            if flag in self.adaptation.flags:
+                return flag.removesuffix("_guess")
+        return "responses" if says(r"//api\.openai\.com", self.base_url) else "chat"
 
     async def stream(
         self, messages: Sequence[Message], tools: Sequence[Tool], interrupt: asyncio.Event
@@ -5168,9 +5175,9 @@ class HttpProvider:
             try:
                 await exchange.open(self._post(client, wire.path, content), interrupt)
                 while (deltas := await exchange.read(interrupt)) is not None:
-                    for delta in itertools.chain.from_iterable(map(gate.feed, deltas)):
+                    for delta in gate.feed(deltas):
                         yield delta
-                for delta in itertools.chain.from_iterable(map(gate.feed, reader.end())):
+                for delta in gate.feed(reader.end()):
                     yield delta
                 reply = self._checked(reader.reply(), may_guess)
             except transport_errors() as exc:
@@ -5190,13 +5197,15 @@ class HttpProvider:
             yield step
             if isinstance(step, Reply):
                 return
+            if isinstance(step, Adapted) and gate.has_shown:
+                yield Retry(0, 0.0, "asking again")  # what was shown of the refused reply is void
             if isinstance(step, Retry):
                 await interruptible(self.sleep(step.delay_s), interrupt)
 
     def _may_bind_replies(self) -> bool:
         """Whether a guess may switch to the JSON wire: on a server of one's own; big models only show examples."""
-        is_own = self.config.api == "auto" and self.base_url.startswith("http://") and not self._fixed_wire
-        return is_own and "json" in WIRE_OF and "no_json" not in self.adaptation.flags
+        is_own = self.wire_name() == "chat" and self.config.api == "auto" and self.base_url.startswith("http://")
+        return is_own and "no_json" not in self.adaptation.flags
 
     def _checked(self, reply: Reply, may_guess: bool) -> Reply:
         """The reply with calls that were printed as text as calls; raises Failed when it holds nothing at all.
@@ -5205,13 +5214,15 @@ class HttpProvider:
         """
         if reply.thinks_first and "thinks_first" not in self.adaptation.flags:
             self._remember(dataclasses.replace(self.adaptation, flags=self.adaptation.flags | {"thinks_first"}))
-        if reply.tool_calls:
+        if reply.tool_calls and self.wire_name() != "json":
             self._native_callers.add(self.source)
-        elif self.source not in self._native_callers and (calls := printed_calls(reply.text)):
+        if reply.tool_calls:
+            return reply
+        if self.source not in self._native_callers and (calls := printed_calls(reply.text)):
             return dataclasses.replace(reply, message=assistant_message("", calls))
-        elif may_guess and self.wire_name() == "chat" and CALL_ATTEMPT.search(reply.text):
+        if may_guess and CALL_ATTEMPT.search(reply.text):
             raise Failed(PRINTED_BADLY)
-        elif not reply.text.strip() and reply.finish_reason == "stop":
+        if not reply.text.strip() and reply.finish_reason == "stop":
             raise Failed(NO_REPLY)
         return reply
 
@@ -5577,6 +5588,7 @@ def embedded_provider(config: Config) -> EmbeddedProvider:
 ELIDE_AT, COMPACT_AT = 0.6, 0.8  # shares of the context window
 DEFAULT_WINDOW, DEFAULT_LOCAL_WINDOW = 128_000, 32_768  # tokens, where nobody says
 MIN_WINDOW = 1_024  # smaller numbers in a server's words are no windows
+MIN_GUESS = 2_048  # a window that nobody names is not taken for smaller
 MIN_ROOM = 1_024
 MAX_OVERFLOWS = 3  # refusals in a row after which a turn ends
 SUMMARY_CLIP = 2_000  # characters of one message that the summarising request carries at most, in a large window
@@ -5700,7 +5712,7 @@ def _stub(message: Message, call: ToolCall | None) -> Message:
     if call and call.name == "run_shell_command":
         again = f"it ended with: {one_line(text.rstrip().rpartition(chr(10))[2], 100)}"
     elif call:
-        again = f"{' '.join(describe_call(call))} shows it again"
+        again = " ".join(describe_call(call)) + " shows it again"
     return message | {"content": f"[{len(text)} characters left out to save room; {again}]"}
 
 
@@ -5928,14 +5940,15 @@ class ContextWindow:
 
 def _get_json(url: str, key: str, timeout_s: float) -> Any:
     """What a server answers to GET, None unless it is JSON."""
+    import http.client
     import urllib.request
 
     handlers = [urllib.request.ProxyHandler({})] if is_loopback(url) else []
-    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {key}"} if key else {})
     try:
+        request = urllib.request.Request(url, headers={"Authorization": f"Bearer {key}"} if key else {})
         with urllib.request.build_opener(*handlers).open(request, timeout=timeout_s) as response:
             return json.loads(response.read(5_000_000))
-    except (OSError, ValueError):
+    except (OSError, ValueError, http.client.HTTPException):
         return None
 
 
@@ -6060,9 +6073,14 @@ class PinnedFiles:
         self.context = context
         self.trust = NotesTrust(context.config)
 
-    def notes(self, room: int) -> list[str]:
-        """The project notes as texts for the view, those to be followed first; in an eighth of `room` tokens."""
-        limit = min(NOTES_LIMIT, room // 2)
+    def texts(self, at: int, room: int) -> list[str]:
+        """What is to be pinned before message `at`, for a window of `room` tokens. A new session reads files itself."""
+        texts = self._notes(min(NOTES_LIMIT, room // 2))
+        texts += self._files(room // 4) if at else []
+        return [hide_secrets(text, self.context.secrets()) for text in texts]
+
+    def _notes(self, limit: int) -> list[str]:
+        """The project notes, those to be followed first."""
         texts = []
         notes = read_notes(self.context.config)
         for heading, wanted in ((TRUSTED_NOTES, True), (FOREIGN_NOTES, False)):
@@ -6070,18 +6088,18 @@ class PinnedFiles:
             if parts:
                 texts.append(f"{heading}\n" + _clip_to("\n\n".join(parts), limit))
                 limit = max(500, limit - len(texts[-1]))
-        return [hide_secrets(text, self.context.secrets()) for text in texts]
+        return texts
 
-    def files(self, room: int) -> list[str]:
-        """spec.txt and plan.txt as they are now, each in a sixteenth of `room` tokens."""
+    def _files(self, limit: int) -> list[str]:
+        """spec.txt and plan.txt as they are now."""
         texts, workspace = [], self.context.workspace
         for name in ("spec.txt", "plan.txt"):
             with contextlib.suppress(ToolError):
                 place = workspace.locate(name)
                 text = workspace.read(place).decode("utf-8", "replace").strip() if place.zone == "workspace" else ""
                 if text:
-                    texts.append(f"{name} as it is now:\n{_clip_to(text, room // 4)}")
-        return [hide_secrets(text, self.context.secrets()) for text in texts]
+                    texts.append(f"{name} as it is now:\n{_clip_to(text, limit)}")
+        return texts
 
 
 def describe_notes(config: Config) -> list[str]:
@@ -6095,6 +6113,7 @@ def describe_notes(config: Config) -> list[str]:
     return [f"project notes: {names}{more}"]
 
 
+UNASKED: tuple[str, int | None] = ("", None)
 AskModel = Callable[[str, list[Message], Sequence[Tool]], AsyncGenerator[Event, None]]
 
 
@@ -6116,7 +6135,7 @@ class ViewKeeper:
         self.window = ContextWindow(DEFAULT_WINDOW, "assumed")
         self.wanted: str | None = None
         """A compaction asked for by the user: what to keep in particular."""
-        self._asked_for, self._asks = "", 0
+        self._asked_for, self._asks = UNASKED, 0
         self.restore("", [], Checkpoint())
 
     def restore(self, system_prompt: str, messages: list[Message], checkpoint: Checkpoint) -> None:
@@ -6170,12 +6189,10 @@ class ViewKeeper:
         return dataclasses.replace(event, tokens_after=self.used()) if isinstance(event, Elided | Compacted) else event
 
     def pin(self, at: int) -> Iterator[Event]:
-        """Pin what the view does not hold yet of notes, spec.txt and plan.txt. A new session begins without files."""
-        texts = self.files.notes(self.window.tokens)
-        texts += self.files.files(self.window.tokens) if self.messages else []
+        """Pin what the view does not hold yet of notes, spec.txt and plan.txt."""
         held = "\n".join(["", *(message_text(message) for message in self._view.messages), ""])
         written = "".join(call.arguments for message in self._view.messages for call in message_calls(message))
-        for text in texts:
+        for text in self.files.texts(at, self.window.tokens):
             body = text.partition("\n")[2]
             if f"\n{body}\n" not in held and f'"{json.dumps(body)[1:-1]}' not in written:
                 yield self._change(Pinned(at, text))
@@ -6192,23 +6209,24 @@ class ViewKeeper:
         That is done once, and a second time after the first reply has loaded the model. An interrupt ends it.
         """
         self._given_up, self._overflows, self._after_compaction = False, 0, 0
-        base_url, model = self.provider.base_url, self.provider.model
-        if self._asked_for != model:
-            self._asked_for, self._asks = model, 0
-            self._forget_reports()
+        base_url, model, known = self.provider.base_url, self.provider.model, self.provider.context_window
+        if self._asked_for != (model, known):
+            if self._asked_for[0] != model:
+                self._forget_reports()
+            self._asked_for, self._asks = (model, known), 0
         if self._asks >= (2 if self.window.source == "assumed" and self._most else 1):
             return
         self._asks += 1
-        if known := self.provider.context_window:
+        if known:
             by_user = known == self.config.context_window
             self.window = ContextWindow(known, "set by you" if by_user else "named by the server in a refusal")
-        else:
-            said = None
-            with contextlib.suppress(Interrupted):
-                asking = asyncio.to_thread(ask_window, base_url, self.config.api_key, model)
-                said = await interruptible(asking, interrupt)
-            guess = DEFAULT_LOCAL_WINDOW if is_loopback(base_url) else DEFAULT_WINDOW
-            self.window = said or ContextWindow(guess, "assumed")
+            return
+        said = None
+        with contextlib.suppress(Interrupted):
+            asking = asyncio.to_thread(ask_window, base_url, self.config.api_key, model)
+            said = await interruptible(asking, interrupt)
+        guess = DEFAULT_LOCAL_WINDOW if is_loopback(base_url) else DEFAULT_WINDOW
+        self.window = said or ContextWindow(guess, "assumed")
 
     def received(self, usage: Usage | None) -> Iterator[Event]:
         """Learn from the report on the last request: how large it was, and whether its front was dropped."""
@@ -6248,11 +6266,11 @@ class ViewKeeper:
                 self.window = ContextWindow(limit, "named by the server in a refusal")
             self.ratio *= max(1.0, self.window.tokens * 1.05 / used)
         elif used < self.window.tokens * 1.1:
-            self.window = ContextWindow(max(MIN_WINDOW, int(used * 0.9)), "learned from a refusal")
+            self.window = ContextWindow(max(MIN_GUESS, int(used * 0.9)), "learned from a refusal")
 
     def _full(self, text: str) -> ProviderError:
         """The end of a turn; as what was learned may be wrong, the next one begins with what the server says."""
-        self._asked_for = ""
+        self._asked_for = UNASKED
         return ProviderError(f"{text}. Use a model with a larger window, or begin anew with /new.")
 
     async def make_room(self, overflow: ContextOverflow | None = None) -> AsyncGenerator[Event, None]:
@@ -6262,10 +6280,12 @@ class ViewKeeper:
         """
         if overflow:
             self._learn(overflow)
+        elided = False
         for share, keep in ((ELIDE_AT, self.window.tokens // 5), (COMPACT_AT, 0)):
             if self.share() >= share and (event := self._elide(keep)):
+                elided = True
                 yield event
-        must = not self.fits() or self._overflows > 1
+        must = not self.fits() or (overflow is not None and not elided)
         grown = self.used() - self._after_compaction >= self.window.tokens // 10
         if self.wanted is not None or must or (self.share() >= COMPACT_AT and grown and not self._given_up):
             try:
@@ -6305,12 +6325,12 @@ class ViewKeeper:
         `must`: when the model makes no summary, a list of the calls has to do. Raises ProviderError; then nothing
         has changed.
         """
-        keep, self.wanted = self.wanted or "", None
         room, covered = self.window.tokens, self.checkpoint.covered
         end = split_for_compaction(self.messages, covered, self._view.sizes, room // 10)
         if end == covered:
+            self.wanted = None
             raise ProviderError("there is nothing left to summarise")
-        order = summary_prompt(room, keep)
+        order = summary_prompt(room, self.wanted or "")
         whole = self._view.with_order(order) if self._caches and self.share() < 0.9 else ()
         size = int(room * 4 * 0.6 / self.ratio) - len(order)
         work = SummaryWork(self.messages[covered:end], self.checkpoint.summary, order, size, whole)
@@ -6331,6 +6351,8 @@ class ViewKeeper:
                 raise
             summary = list_of_deeds(self.messages[covered:end], self.checkpoint.summary, room // 2)
             yield Notice(f"{exc}: a list of what was done stands in for a summary")
+        finally:
+            self.wanted = None
         yield self._change(Compacted(end, summary, self.used(), 0, room))
         for event in self.pin(end):
             yield event
@@ -6458,6 +6480,11 @@ class Agent:
         self.keeper.restore(system_prompt, self.messages, checkpoint)
         self._calls = sum(len(message_calls(message)) for message in messages)
 
+    @property
+    def checkpoint(self) -> Checkpoint:
+        """How the view differs from the transcript."""
+        return self.keeper.checkpoint
+
     def steer(self, text: str) -> None:
         """Tell the model something while it works: added to the transcript when the running calls are done."""
         self.pending.append(Pending(text, steers=True))
@@ -6482,11 +6509,6 @@ class Agent:
     def add_context(self, text: str) -> MessageAdded:
         """Add words of the user without starting a turn: the next one sends them."""
         return self._add(user_message(text))
-
-    @property
-    def checkpoint(self) -> Checkpoint:
-        """How the view differs from the transcript."""
-        return self.keeper.checkpoint
 
     async def turn(self, prompt: str) -> AsyncGenerator[Event, None]:
         """Run one turn: add the prompt, then step until the model stops calling tools. TurnEnd comes last.
@@ -6546,6 +6568,13 @@ class Agent:
         error, retryable = str(failure) if failure else None, getattr(failure, "retryable", False)
         yield TurnEnd(reason, error, self.usage, self.steps, time.monotonic() - started, retryable)
 
+    def _before_steps(self, prompt: str) -> Iterator[Event]:
+        """No call is left open, what is pinned stands before the prompt, and the prompt is added."""
+        yield from self.settle()
+        yield from self.keeper.pin_at_start()
+        if prompt:
+            yield self._add(self.to_message(prompt))
+
     def _take_steers(self) -> list[Message]:
         """The steered lines as messages; what the model did so far is no repetition any more."""
         lines = [line for line in self.pending if line.steers]
@@ -6553,13 +6582,6 @@ class Agent:
             self.pending = [line for line in self.pending if not line.steers]
             self._last_call = None
         return [self.to_message(line.text) for line in lines]
-
-    def _before_steps(self, prompt: str) -> Iterator[Event]:
-        """No call is left open, what is pinned stands before the prompt, and the prompt is added."""
-        yield from self.settle()
-        yield from self.keeper.pin_at_start()
-        if prompt:
-            yield self._add(self.to_message(prompt))
 
     def settle(self) -> Iterator[Event]:
         """Answer the calls that were left without a result: after an interrupt, an error, a killed process."""
@@ -6586,7 +6608,7 @@ class Agent:
         yield RequestStart(
             purpose, self.provider.model, len(self.messages), self.checkpoint.covered, self.checkpoint.elided,
             self.keeper.used() if purpose == "step" else estimate_tokens(request), self.keeper.window.tokens,
-            request_digest(request, tools),
+            request_digest(request, tools), (self.keeper.wanted or "") if purpose == "summary" else "",
         )  # fmt: skip
         reply = None
         try:
@@ -6732,7 +6754,7 @@ def build_system_prompt(config: Config) -> str:
 #   opened      program, model, settings, tools                               a process begins, or goes on with it
 #   message     message                                                       the transcript grew
 #   request     purpose, model, messages, covered, elided, tokens, window,    a request is about to be sent
-#               digest
+#               digest, keep
 #   retry       attempt, delay_s, reason                                      it failed and is tried again
 #   adapted     what                                                          the way of asking was changed
 #   reply       purpose, status, error, elapsed_s, finish_reason, usage,      it ended; `message` only where the
@@ -8267,8 +8289,11 @@ async def new_command(runtime: Runtime, rest: str) -> str:
 async def compact_command(runtime: Runtime, rest: str) -> str:
     """Replace the older part of the conversation by a summary: /compact [what to keep in particular]."""
     agent = runtime.agent
-    agent.interrupt.clear()
     agent.keeper.wanted = rest
+    if runtime.busy:
+        return "it is done before the next request"
+    agent.interrupt.clear()
+    await agent.keeper.open(agent.interrupt)
     try:
         async with aclosing(agent.keeper.compact()) as compacting:
             async for event in compacting:
@@ -9166,18 +9191,13 @@ class Toolbar:
         """Shown instead of all the rest."""
         self._runtime = runtime
         self._usage = Usage()
-        self._context = 0
         self._plan = ((0, 0), "")
 
     def __call__(self, event: Event) -> None:
         """Take an event: only what it changes is counted anew."""
         match event:
-            case MessageAdded(message) if message["role"] != "user":
-                self._context = self._runtime.agent.keeper.used()
-            case Compacted(_, _, _, after):
-                self._context = after
             case SessionStart():
-                self._usage, self._context = Usage(), self._runtime.agent.keeper.used()
+                self._usage = Usage()
             case TurnEnd():
                 self._usage += event.usage
 
@@ -9199,10 +9219,7 @@ class Toolbar:
         mode = self._runtime.approvals.mode
         yield {"plan": "only plans", "all": "asks nothing"}.get(mode, "")
         yield "sandboxed" + (", network on" if config.network else "") if agent.context.sandbox else "NOT sandboxed"
-        if config.context_window:
-            yield f"context {100 * self._context // config.context_window} %"
-        elif self._context > 1000:
-            yield f"context {self._context // 1000}k"
+        yield f"context {agent.keeper.share():.0%}"
         yield self._plan_progress(config.workspace / "plan.txt")
         yield describe_usage(usage)
         if config.price_per_token:
@@ -9753,6 +9770,9 @@ class RecordedReply:
     """What the provider answered to a request with this digest. `status` as in the log."""
 
     digest: str
+    model: str = ""
+    window: int | None = None
+    keep: str = ""
     status: str = "interrupted"
     error: str = ""
     reply: Reply = Reply({"role": "assistant", "content": None})
@@ -9779,6 +9799,8 @@ class Recording:
     """The first snapshot, "" when there is none."""
     actions: list[Recorded] = field(default_factory=list)
     results: dict[str, str] = field(default_factory=dict)
+    pins: list[Pin] = field(default_factory=list)
+    """What was read from disk into the view, in order."""
     _running: Recorded | None = None
 
     def take(self, record: Record) -> None:
@@ -9786,7 +9808,10 @@ class Recording:
         match record:
             case {"type": "request", "digest": str(digest)}:
                 running = self._running or self._begin(Recorded("compact"))
-                running.replies.append(RecordedReply(digest))
+                model, window, keep = record.get("model", ""), record.get("window"), record.get("keep", "")
+                running.replies.append(RecordedReply(digest, model, window, keep))
+            case {"type": "pinned", "at": int(at), "text": str(text)}:
+                self.pins.append(Pin(at, text))
             case {"type": "reply", "status": str(status)} if self._running and self._running.replies:
                 usage = Usage(**record["usage"]) if record.get("usage") else None
                 last = self._running.replies[-1]
@@ -9839,6 +9864,18 @@ def read_recording(path: Path) -> Recording:
     return recording
 
 
+class RecordedFiles(PinnedFiles):
+    """Gives what was read from disk then."""
+
+    pins: Sequence[Pin] = ()
+
+    def texts(self, at: int, room: int) -> list[str]:
+        """The recorded texts whose turn it is."""
+        texts = [pin.text for pin in itertools.takewhile(lambda pin: pin.at == at, self.pins)]
+        self.pins = self.pins[len(texts) :]
+        return texts
+
+
 class RecordedProvider:
     """Gives the recorded replies, and checks that each request is the one that was recorded."""
 
@@ -9866,7 +9903,7 @@ class RecordedProvider:
             case "completed":
                 yield recorded.reply
             case "overflow":
-                raise ContextOverflow(recorded.error)
+                raise ContextOverflow(recorded.error, learned_limit(recorded.error))
             case "failed":
                 raise ProviderError(recorded.error)
             case _:
@@ -9891,7 +9928,8 @@ class ReplayedAgent(Agent):
         self.compared += 1
         if without_times(result.content) != without_times(recorded):
             changes = clip(diff(recorded, result.content, call.name), 3_000, 1_000)
-            raise Divergence(f"the result of {' '.join(describe_call(call))} differs from the recorded one:\n{changes}")
+            told = " ".join(describe_call(call))
+            raise Divergence(f"the result of {told} differs from the recorded one:\n{changes}")
         return dataclasses.replace(result, content=recorded)
 
 
@@ -9916,17 +9954,22 @@ async def replay(runtime: Runtime, recording: Recording) -> str:
     """Do again what was recorded; returns what was compared. Raises Divergence."""
     agent, provider = runtime.agent, runtime.agent.provider
     assert isinstance(agent, ReplayedAgent) and isinstance(provider, RecordedProvider)
+    agent.keeper.files = files = RecordedFiles(agent.context)
+    files.pins = recording.pins
     for recorded in recording.actions:
         provider.replies = list(recorded.replies)
+        if recorded.replies:
+            provider.model, provider.context_window = recorded.replies[0].model, recorded.replies[0].window
         match recorded.action:
             case "opened":
                 shaping = {name: value for name, value in recorded.settings.items() if name in REPLAYED_SETTINGS}
                 agent.config = dataclasses.replace(agent.config, **shaping)
                 provider.model = recorded.text
+                agent.restore(agent.messages, agent.checkpoint, agent.keeper.system_prompt)
             case "turn":
                 await runtime.send(recorded.text)
             case "compact":
-                await compact_command(runtime, "")
+                await compact_command(runtime, recorded.replies[0].keep)
             case "note":
                 runtime.emit(agent.note(recorded.text))
             case "undo" | "redo" if not agent.dry:
@@ -10099,7 +10142,6 @@ def assemble(
     context = ToolContext(config, workspace, sandbox, asyncio.Event(), jobs=jobs)
     approvals = Approvals(config.approve, sandbox=sandbox is not None)
     agent = agent_type(config, provider, tools, context, approvals)
-    limits += describe_notes(config)
     runtime = Runtime(config, agent, session, approvals)
     runtime.start(session)
     return runtime, agent, limits
@@ -10113,7 +10155,7 @@ def build_runtime(config: Config, provider: Provider, fresh: bool, session_id: s
     runtime, _, limits = assemble(config, provider, session, Agent)
     if config.trace and isinstance(provider, HttpProvider):
         provider.trace = lambda kind, data: runtime.session.trace(kind, data)
-    return runtime, [*notes, *limits]
+    return runtime, [*notes, *describe_notes(config), *limits]
 
 
 def build_replay(config: Config, log: Path, dry: bool, fresh: bool) -> tuple[Runtime, Recording, list[str]]:

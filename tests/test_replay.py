@@ -131,7 +131,7 @@ def test_a_tool_result_that_differs_is_named(server: Serve, converse: Converse, 
     changing(log, "same\\n4", "same\\n5")
     finished = replayed(log)
     assert finished.status == 1
-    assert "the result of run_shell_command echo same; printf 4 differs from the recorded one" in finished.stderr
+    assert "the result of $ echo same; printf 4 differs from the recorded one" in finished.stderr
     assert "-5\n" in finished.stderr and "+4\n" in finished.stderr
 
 
