@@ -7714,7 +7714,8 @@ class AtomicOutput:
         self.output._buffer.clear()
         if self._UNCHANGED.sub("", data):
             self.output._buffer.append(f"\x1b[?2026h{data}\x1b[?2026l")
-            self._flush()
+            with contextlib.suppress(OSError):  # the terminal is gone; its hang-up or the end of input ends the REPL
+                self._flush()
 
     def erase_down(self) -> None:
         """Erase from the cursor down, row by row if asked: tmux archives the screen when it is erased from its top."""
@@ -7734,6 +7735,12 @@ class AtomicOutput:
             self._by_rows = before
             self._held -= 1
             self.flush()
+
+
+def buffered_output() -> TextIO:
+    """Standard output, for whole frames. With PYTHONUNBUFFERED, sys.stdout loses the rest of what a signal cuts off."""
+    file = io.BufferedWriter(io.FileIO(sys.stdout.fileno(), "w", closefd=False))
+    return io.TextIOWrapper(file, encoding=sys.stdout.encoding, errors="replace")
 
 
 class StrayOutput(io.TextIOBase):
@@ -8432,7 +8439,7 @@ class Repl:
         history = config.state_dir / "history"
         history.touch(mode=0o600)
         self.editor = Editor(history, completer(COMMANDS, FileNames(config.workspace)))
-        output = output or Vt100_Output.from_pty(sys.stdout, term=config.term)
+        output = output or Vt100_Output.from_pty(buffered_output(), term=config.term)
         self.screen = Screen(self._application(terminal_input or create_input(), output), self._frame, self._is_busy)
         self._status = 0
         self._started_at = 0.0
