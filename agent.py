@@ -83,6 +83,7 @@ if TYPE_CHECKING:
     from prompt_toolkit.application import Application
     from prompt_toolkit.buffer import Buffer
     from prompt_toolkit.completion import CompleteEvent, Completer, Completion
+    from prompt_toolkit.data_structures import Size
     from prompt_toolkit.document import Document
     from prompt_toolkit.formatted_text import StyleAndTextTuples
     from prompt_toolkit.input import Input
@@ -7700,11 +7701,14 @@ class AtomicOutput:
         self.output = output
         self._flush = output.flush
         self._erase_down = output.erase_down
+        self._get_size = output.get_size
+        self._size: Size | None = None
         self._held = 0
         self._by_rows = False
         output.enable_cpr = False
         output.flush = self.flush  # type: ignore[method-assign]
         output.erase_down = self.erase_down  # type: ignore[method-assign]
+        output.get_size = self.get_size  # type: ignore[method-assign]
 
     def flush(self) -> None:
         """Write what has been collected, in the marks of a synchronized update; not while it is held."""
@@ -7714,8 +7718,18 @@ class AtomicOutput:
         self.output._buffer.clear()
         if self._UNCHANGED.sub("", data):
             self.output._buffer.append(f"\x1b[?2026h{data}\x1b[?2026l")
-            with contextlib.suppress(OSError):  # the terminal is gone; its hang-up or the end of input ends the REPL
+            with contextlib.suppress(OSError):  # the terminal is gone: the hang-up that follows ends the program
                 self._flush()
+            self.output._buffer.clear()
+
+    def get_size(self) -> Size:
+        """The terminal's size, or what it last was when the terminal is gone."""
+        try:
+            self._size = self._get_size()
+        except OSError:
+            if self._size is None:
+                raise
+        return self._size
 
     def erase_down(self) -> None:
         """Erase from the cursor down, row by row if asked: tmux archives the screen when it is erased from its top."""
