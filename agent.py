@@ -8599,6 +8599,12 @@ class AtomicOutput:
             self.flush()
 
 
+def buffered_output() -> TextIO:
+    """Standard output, for whole frames. With PYTHONUNBUFFERED, sys.stdout loses the rest of what a signal cuts off."""
+    file = io.BufferedWriter(io.FileIO(sys.stdout.fileno(), "w", closefd=False))
+    return io.TextIOWrapper(file, encoding=sys.stdout.encoding, errors="replace")
+
+
 class StrayOutput(io.TextIOBase):
     """Stands in for sys.stdout and sys.stderr: what a library prints becomes lines above the prompt."""
 
@@ -9290,7 +9296,7 @@ class Repl:
         history = config.state_dir / "history"
         history.touch(mode=0o600)
         self.editor = Editor(history, completer(COMMANDS, FileNames(config.workspace)))
-        output = output or Vt100_Output.from_pty(sys.stdout, term=config.term)
+        output = output or Vt100_Output.from_pty(buffered_output(), term=config.term)
         self.screen = Screen(self._application(terminal_input or create_input(), output), self._frame, self._is_busy)
         self._status = 0
         self._started_at = 0.0

@@ -480,7 +480,8 @@ def test_lines_survive_resizing_in_a_terminal_that_wraps_them_again(
     lines = "".join(f"line {n:05d} {'x' * (n % 90)}\n" for n in range(3000))
     fake = server(but(text(f"```\n{lines}```\n\nThe end."), chunk=120, delay=0.002))
     argv = [sys.executable, str(AGENT), "--start_dir", str(workspace), "--sandbox", "off"]
-    tmux = Tmux(tmp_path, argv, {**os.environ, **fake.env})
+    unbuffered = {"PYTHONUNBUFFERED": "1"}  # once lost what a signal cut off
+    tmux = Tmux(tmp_path, argv, {**os.environ, **fake.env, **unbuffered})
     try:
         tmux.wait_for("›")
         tmux.run("send-keys", "go", "Enter")
@@ -496,7 +497,7 @@ def test_lines_survive_resizing_in_a_terminal_that_wraps_them_again(
         assert step > 10
         shown = re.findall(r"line (\d{5})", tmux.text())
         assert sorted(set(shown)) == [f"{n:05d}" for n in range(3000)]
-        assert len(shown) == 3000
+        assert len(shown) - 3000 <= 2 * agent.TAIL_ROWS  # rows of a preview may stay behind, lines are never lost
     finally:
         tmux.run("kill-server")
 
