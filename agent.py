@@ -48,6 +48,7 @@ import fcntl
 import fnmatch
 import functools
 import hashlib
+import itertools
 import importlib.util
 import io
 import itertools
@@ -1280,6 +1281,7 @@ class Workspace:
 # sockets; a program that swaps directories for links while files are put back.
 
 MAX_FILE_BYTES = 50_000_000
+PIECE_BYTES = 250_000  # of a file in memory at a time
 MAX_ENTRIES = 200_000  # in one workspace
 MAX_NEW_BYTES = 2_000_000_000  # that one snapshot adds
 MAX_STORE_BYTES = 1_000_000_000  # of one workspace, compressed: beyond it the oldest snapshots are forgotten
@@ -1342,8 +1344,8 @@ def _open_directory(name: str, parent: int | None = None) -> int:
         return os.open(name, flags, dir_fd=parent)
 
 
-def _read_file(name: str, parent: int) -> bytes:
-    """The content of a regular file, also of one that its owner made unreadable; raises OSError."""
+def _open_file(name: str, parent: int) -> IO[bytes]:
+    """A regular file to be read, also one that its owner made unreadable; raises OSError."""
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
         file = os.open(name, flags, dir_fd=parent)
@@ -1354,8 +1356,7 @@ def _read_file(name: str, parent: int) -> bytes:
             file = os.open(name, flags, dir_fd=parent)
         finally:
             os.chmod(name, mode, dir_fd=parent)
-    with open(file, "rb") as source:
-        return source.read(MAX_FILE_BYTES + 1)
+    return open(file, "rb")
 
 
 class SnapshotStore:
@@ -1391,44 +1392,64 @@ class SnapshotStore:
     def _put(self, data: bytes) -> str:
         """Store data under its hash and return that."""
         name = hashlib.blake2b(data, digest_size=20).hexdigest()
-        path = self._path(name)
-        if os.path.exists(path):
-            return name
-        packed = zlib.compress(data, 1)
-        self._new_bytes += len(packed)
+        if not os.path.exists(self._path(name)):
+            self._write(iter([data]), name)
+        return name
+
+    def _write(self, pieces: Iterator[bytes], name: str = "") -> str:
+        """Store pieces of data, compressed, under their hash (`name` when it is known) and return it."""
         self._new_objects += 1
-        if self._new_bytes > MAX_NEW_BYTES:
-            raise SnapshotError(f"it would take more than {MAX_NEW_BYTES // 10**9} GB")
-        if self._new_objects % 1000 == 1 or len(packed) > 1_000_000:
-            free = shutil.disk_usage(self.folder).free
-            if free < MIN_FREE_BYTES:
-                raise SnapshotError(f"only {free // 10**6} MB are free on the disk of {self.folder}")
-        os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
-        temporary = f"{path}.{secrets.token_hex(4)}"
+        self._count_new(0)
+        digest, packer = hashlib.blake2b(digest_size=20), zlib.compressobj(1)
+        temporary = f"{self._objects}/{secrets.token_hex(8)}.new"
         try:
             file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
             with open(file, "wb") as target:
-                target.write(packed)
+                for piece in pieces:
+                    digest.update(piece)
+                    self._count_new(target.write(packer.compress(piece)))
+                self._count_new(target.write(packer.flush()))
                 target.flush()
                 if self._new_objects <= SYNC_EACH:
                     os.fdatasync(file)
-            os.replace(temporary, path)
-        except OSError:
+            name = name or digest.hexdigest()
+            os.makedirs(os.path.dirname(self._path(name)), mode=0o700, exist_ok=True)
+            os.replace(temporary, self._path(name))
+        except (OSError, SnapshotError, Interrupted):
             with contextlib.suppress(OSError):
                 os.unlink(temporary)
             raise
         return name
 
-    def get(self, name: str) -> bytes:
-        """The data of an object; raises SnapshotError when it is gone or damaged."""
+    def _count_new(self, size: int) -> None:
+        """Note new bytes of an object; raises SnapshotError when it becomes too much."""
+        if self._stop():
+            raise Interrupted
+        self._new_bytes += size
+        if self._new_bytes > MAX_NEW_BYTES:
+            raise SnapshotError(f"it would take more than {MAX_NEW_BYTES // 10**9} GB")
+        if size > 100_000 or self._new_objects % 1000 == 1:
+            free = shutil.disk_usage(self.folder).free
+            if free < MIN_FREE_BYTES:
+                raise SnapshotError(f"only {free // 10**6} MB are free on the disk of {self.folder}")
+
+    def pieces(self, name: str) -> Iterator[bytes]:
+        """The data of an object, piece by piece; raises SnapshotError, at the end when it is damaged."""
+        digest, unpacker = hashlib.blake2b(digest_size=20), zlib.decompressobj()
         try:
             with open(self._path(name), "rb") as file:
-                data = zlib.decompress(file.read())
+                while packed := file.read(PIECE_BYTES):
+                    piece = unpacker.decompress(packed)
+                    digest.update(piece)
+                    yield piece
         except (OSError, zlib.error):
-            data = b""
-        if hashlib.blake2b(data, digest_size=20).hexdigest() != name:
+            pass  # the hash tells
+        if digest.hexdigest() != name:
             raise SnapshotError("its saved content is gone")
-        return data
+
+    def get(self, name: str) -> bytes:
+        """The data of an object; raises SnapshotError when it is gone or damaged."""
+        return b"".join(self.pieces(name))
 
     def tree(self, name: str) -> Tree:
         """The directory that an object lists; raises SnapshotError."""
@@ -1444,7 +1465,8 @@ class SnapshotStore:
         """
         self._begin(stop)
         try:
-            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            for folder in (self.folder, self.folder / "objects", self.folder / "roots"):
+                folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._load_index()
             directory = _open_directory(str(self.root))
             try:
@@ -1527,12 +1549,15 @@ class SnapshotStore:
         if status.st_size > MAX_FILE_BYTES:
             return uncovered
         try:
-            data = _read_file(name, directory)
+            file = _open_file(name, directory)
         except OSError:
             return uncovered
-        if len(data) > MAX_FILE_BYTES:
-            return uncovered
-        content = self._put(data)
+        with file:
+            if status.st_size <= PIECE_BYTES:
+                content = self._put(file.read(MAX_FILE_BYTES))
+            else:
+                pieces = iter(lambda: file.read(PIECE_BYTES), b"")  # of a file that may be growing
+                content = self._write(itertools.islice(pieces, MAX_FILE_BYTES // PIECE_BYTES + 1))
         if max(status.st_mtime_ns, status.st_ctime_ns) < self._started_ns - SETTLED_NS:
             self._seen[where] = [signature, content]
         return Entry("f", mode, content)
@@ -1561,9 +1586,7 @@ class SnapshotStore:
 
     def _note_root(self, name: str) -> None:
         """Remember that the owner needs this tree; the file's time says since when."""
-        roots = self.folder / "roots"
-        roots.mkdir(exist_ok=True, mode=0o700)
-        (roots / f"{name}.{self.owner}").touch(mode=0o600)
+        (self.folder / "roots" / f"{name}.{self.owner}").touch(mode=0o600)
 
     def _mark(self, name: str, marked: set[str]) -> int:
         """Add an object and all below it to `marked`; returns the bytes that this added."""
@@ -1733,7 +1756,6 @@ class SnapshotStore:
 
     def _put_back(self, directory: int, name: str, goal: Entry) -> None:
         """Make a file or a link beside its place and move it there."""
-        data = self.get(goal.content) if goal.kind == "f" else b""
         temporary = f".agent-{secrets.token_hex(6)}"
         try:
             if goal.kind == "l":
@@ -1741,12 +1763,12 @@ class SnapshotStore:
             else:
                 flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
                 with open(os.open(temporary, flags, 0o600, dir_fd=directory), "wb") as file:
-                    file.write(data)
+                    file.writelines(self.pieces(goal.content))
                     file.flush()
                     os.fchmod(file.fileno(), goal.mode)
                     os.fdatasync(file.fileno())
             os.replace(temporary, name, src_dir_fd=directory, dst_dir_fd=directory)
-        except OSError:
+        except (OSError, SnapshotError):
             with contextlib.suppress(OSError):
                 os.unlink(temporary, dir_fd=directory)
             raise
@@ -9934,8 +9956,7 @@ class ReplayedAgent(Agent):
         self.compared += 1
         if without_times(result.content) != without_times(recorded):
             changes = clip(diff(recorded, result.content, call.name), 3_000, 1_000)
-            told = " ".join(describe_call(call))
-            raise Divergence(f"the result of {told} differs from the recorded one:\n{changes}")
+            raise Divergence(f"the result of {' '.join(describe_call(call))} differs from the recorded one:\n{changes}")
         return dataclasses.replace(result, content=recorded)
 
 
