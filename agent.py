@@ -5493,9 +5493,11 @@ def embedded_provider(config: Config) -> EmbeddedProvider:
             "the embedded model needs the package xllamacpp. Install it with:"
             f" {shlex.quote(sys.executable)} -m pip install 'xllamacpp>=2026.10'"
         )
-    if config.local:
-        return EmbeddedProvider(config, Path(config.local).expanduser())
-    return EmbeddedProvider(config, fetch_weights_visibly(config.cache_dir / "models"))
+    from rich.console import Console
+
+    gguf = Path(config.local).expanduser() if config.local else fetch_weights_visibly(config.cache_dir / "models")
+    with Console(stderr=True).status("loading the model"):
+        return EmbeddedProvider(config, gguf)
 
 
 # --- Context --------------------------------------------------------------------------------------
