@@ -4468,6 +4468,7 @@ TEST_FILE = re.compile(r"(^|/)(test_\w+|\w+_test)\.py$")
 LANGUAGES = {"py": "python", "js": "javascript", "ts": "typescript", "sh": "bash", "md": "markdown", "rs": "rust"}
 DEFINITION = re.compile(r"^(?:async def|def|class) ([a-zA-Z]\w*)", re.MULTILINE)
 TRACEBACK_LINE = re.compile(r'File "([^"\n]+)", line \d+')
+RAISED = re.compile(r"^ +raise\b.*\n(?:[ ~^]+\n)?\w+", re.MULTILINE)
 STATUS_LINE = re.compile(r"^\[exit code (\d+)", re.MULTILINE)
 NO_TESTS = re.compile(r"^(Ran 0 tests|NO TESTS RAN)", re.MULTILINE)
 KNOW_ENOUGH = "If you know enough, answer."
@@ -4602,8 +4603,8 @@ class Course:
             return f"The plan, in one code block: {steps}. No code."
         if TEST_FILE.search(path):
             return (
-                f"The whole content of {path}, in one code block. It checks just what the task says."
-                f" It begins with:\nimport unittest{self._imports()}"
+                f"The whole content of {path}, in one code block. It checks just what the task says; an error that is"
+                f" expected with `with self.assertRaises(NAME):`. It begins with:\nimport unittest{self._imports()}"
             )
         return f"The whole content of {path}, complete and just as the task says, in one code block:"
 
@@ -4659,10 +4660,10 @@ class Course:
         blamed = [
             name for place in TRACEBACK_LINE.findall(output) for name in files if f"/{place}".endswith("/" + name)
         ]
-        if blamed and "AssertionError" not in output:
-            files.sort(key=lambda name: name != blamed[-1])
-        elif NO_TESTS.search(output):
+        if NO_TESTS.search(output) or RAISED.search(output):  # who raises knows why: it was called wrongly
             files.sort(key=lambda name: not TEST_FILE.search(name))
+        elif blamed and "AssertionError" not in output:
+            files.sort(key=lambda name: name != blamed[-1])
         else:  # a test that fails speaks of the program
             files.sort(key=lambda name: bool(TEST_FILE.search(name)))
         turn = (self.mends - 1) // 2 % len(files)  # two attempts at one, then at the next
@@ -5594,9 +5595,11 @@ def embedded_provider(config: Config) -> EmbeddedProvider:
             "the embedded model needs the package xllamacpp. Install it with:"
             f" {shlex.quote(sys.executable)} -m pip install 'xllamacpp>=2026.10'"
         )
-    if config.local:
-        return EmbeddedProvider(config, Path(config.local).expanduser())
-    return EmbeddedProvider(config, fetch_weights_visibly(config.cache_dir / "models"))
+    from rich.console import Console
+
+    gguf = Path(config.local).expanduser() if config.local else fetch_weights_visibly(config.cache_dir / "models")
+    with Console(stderr=True).status("loading the model"):
+        return EmbeddedProvider(config, gguf)
 
 
 # --- Context --------------------------------------------------------------------------------------

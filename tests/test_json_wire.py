@@ -113,6 +113,10 @@ def test_a_failure_is_mended_in_the_likeliest_file_and_after_two_tries_in_the_ne
         ('  File "/w/test_calc.py", line 3, in <module>\nImportError: cannot import name', "test_calc.py"),
         ('  File "/w/test_calc.py", line 3\n  File "/w/calc.py", line 9\nSyntaxError: invalid syntax', "calc.py"),
         ('  File "/w/test_calc.py", line 3, in test\nAssertionError: 1 != 2', "calc.py"),
+        (
+            '  File "/w/test_calc.py", line 3\n  File "/w/calc.py", line 9\n    raise ValueError(1)\nValueError: 1',
+            "test_calc.py",
+        ),
         ("Ran 0 tests in 0.000s\n\nOK", "test_calc.py"),
     ],
 )
