@@ -48,7 +48,6 @@ import fcntl
 import fnmatch
 import functools
 import hashlib
-import itertools
 import importlib.util
 import io
 import itertools
@@ -465,7 +464,8 @@ def message_calls(message: Message) -> list[ToolCall]:
 
 @dataclass(frozen=True)
 class Reply:
-    """One complete answer of the model. `finish_reason`: "stop" or "length".
+    """One complete answer of the model. `finish_reason`: "stop" or "length". `usage`: of the request that completed
+    it; `used_before`: of those before it, where an answer takes several.
 
     `problem` says what is wrong with a reply that cannot be used; `thinks_first`: its thinking ended with a tag
     that was never opened.
@@ -474,6 +474,7 @@ class Reply:
     message: Message
     finish_reason: str = "stop"
     usage: Usage | None = None
+    used_before: Usage = Usage()
     problem: str = ""
     thinks_first: bool = False
 
@@ -5208,13 +5209,13 @@ class HttpProvider:
             finally:
                 await exchange.close()
             if reply:
-                used += reply.usage or Usage()
                 if awaits_content(reply.message) and isinstance(wire, JsonWire):
                     messages = [*messages, reply.message]
+                    used += reply.usage or Usage()
                     continue
                 for delta in gate.release() if reply.text else ():
                     yield delta
-                yield dataclasses.replace(reply, usage=used if reply.usage else None)
+                yield dataclasses.replace(reply, used_before=used)
                 return
             step = await self._after(failure, tries, body, len(content))
             yield step
@@ -6641,7 +6642,7 @@ class Agent:
                 async for item in stream:
                     if isinstance(item, Reply):
                         reply = item
-                        self.usage += item.usage or Usage()
+                        self.usage += (item.usage or Usage()) + item.used_before
                     elif purpose == "step" or isinstance(item, Retry | Adapted):
                         yield self._streamed(item)
         except (ProviderError, Interrupted) as exc:
