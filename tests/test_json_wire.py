@@ -113,9 +113,10 @@ def test_a_failure_is_mended_in_the_likeliest_file_then_in_the_next() -> None:
         ('  File "/w/test_calc.py", line 3, in <module>\nImportError: cannot import name', "test_calc.py"),
         ('  File "/w/test_calc.py", line 3\n  File "/w/calc.py", line 9\nSyntaxError: invalid syntax', "calc.py"),
         ('  File "/w/test_calc.py", line 3, in test\nAssertionError: 1 != 2', "calc.py"),
+        ("    self.assertEqual(double(''), ValueError)\n    raise ValueError(1)\nValueError: 1", "test_calc.py"),
         (
-            ("    self.assertEqual(double(''), ValueError)\n    raise ValueError(1)\nValueError: 1", "test_calc.py"),
-            "test_calc.py",
+            '    self.assertEqual(double(1), 2)\n  File "/w/calc.py", line 9\n    raise ValueError\nValueError',
+            "calc.py",
         ),
         ("Ran 0 tests in 0.000s\n\nOK", "test_calc.py"),
     ],
