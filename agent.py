@@ -4469,7 +4469,7 @@ TEST_FILE = re.compile(r"(^|/)(test_\w+|\w+_test)\.py$")
 LANGUAGES = {"py": "python", "js": "javascript", "ts": "typescript", "sh": "bash", "md": "markdown", "rs": "rust"}
 DEFINITION = re.compile(r"^(?:async def|def|class) ([a-zA-Z]\w*)", re.MULTILINE)
 TRACEBACK_LINE = re.compile(r'File "([^"\n]+)", line \d+')
-RAISED = re.compile(r"^ +raise\b.*\n(?:[ ~^]+\n)?\w+", re.MULTILINE)
+COMPARED_ERROR = re.compile(r"\bassert(?!Raises)\w+\(.*\b[A-Z]\w*Error\)$", re.MULTILINE)  # as if it were a result
 STATUS_LINE = re.compile(r"^\[exit code (\d+)", re.MULTILINE)
 NO_TESTS = re.compile(r"^(Ran 0 tests|NO TESTS RAN)", re.MULTILINE)
 KNOW_ENOUGH = "If you know enough, answer."
@@ -4661,13 +4661,13 @@ class Course:
         blamed = [
             name for place in TRACEBACK_LINE.findall(output) for name in files if f"/{place}".endswith("/" + name)
         ]
-        if NO_TESTS.search(output) or RAISED.search(output):  # who raises knows why: it was called wrongly
+        if NO_TESTS.search(output) or COMPARED_ERROR.search(output):
             files.sort(key=lambda name: not TEST_FILE.search(name))
         elif blamed and "AssertionError" not in output:
             files.sort(key=lambda name: name != blamed[-1])
         else:  # a test that fails speaks of the program
             files.sort(key=lambda name: bool(TEST_FILE.search(name)))
-        turn = (self.mends - 1) // 2 % len(files)  # two attempts at one, then at the next
+        turn = (self.mends - 1) % len(files)
         return files[turn:] + files[:turn]
 
     def _opening(self) -> str:
