@@ -4851,6 +4851,7 @@ LOCAL_SERVERS = (
 )
 OPENAI_URL = "https://api.openai.com/v1"
 DEFAULT_MODEL = "gpt-4.1"
+PROXY_VARIABLES = ("HTTPS_PROXY", "https_proxy", "HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy")
 SILENT_THINKING_S = 600  # how long a model may think without a word, and keep-alives may come without an event
 AFTER_FINISH_S = 5.0  # how long to wait for the rest, such as the usage, when the answer is complete already
 
@@ -5005,8 +5006,7 @@ def explain(failure: Failure, base_url: str, model: str, size: int) -> ProviderE
     if says(r"certificate|SSL", failure.said):
         hint = "Set SSL_CERT_FILE to the file with your organisation's certificates, or check the address."
         return ProviderError(f"no trusted connection to {base_url} ({failure.said}). {hint}")
-    hint = "Check the proxy settings." if says(r"proxy", failure.said) else "Is the server running?"
-    return ProviderError(f"cannot reach {base_url} ({failure.said}). {hint}", True)
+    return ProviderError(f"cannot reach {base_url} ({failure.said})", True)
 
 
 class Exchange:
@@ -5281,7 +5281,11 @@ class HttpProvider:
         if failure.text == "no connection":
             most = min(most, CONNECT_ATTEMPTS)
         if tries.attempts >= most:
-            raise ProviderError(f"{error} Gave up after {tries.attempts} tries.", True)
+            hint = ""
+            if failure.text == "no connection":
+                proxied = not is_loopback(self.base_url) and any(map(self.config.environ.get, PROXY_VARIABLES))
+                hint = " Is the proxy right that your environment names?" if proxied else " Is the server running?"
+            raise ProviderError(f"{error}. Gave up after {tries.attempts} tries.{hint}", True)
         delay_s = LOADING_DELAY_S if loading else backoff(tries.attempts, error.retry_after_s, random.random())
         if delay_s > MAX_WAIT_S:
             then = datetime.fromtimestamp(time.time() + delay_s).strftime("%H:%M")
