@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fcntl
+import itertools
 import json
 import os
 import platform
@@ -337,7 +338,7 @@ def terminal(argv: Sequence[str], home: Home) -> Iterator[Terminal]:
 
 def gaps_ms(seen: Sequence[dict[str, float]]) -> list[float]:
     """From the last byte of each answer to the next request."""
-    return [(after["arrived"] - before["answered"]) * 1000 for before, after in zip(seen, seen[1:], strict=False)]
+    return [(after["arrived"] - before["answered"]) * 1000 for before, after in itertools.pairwise(seen)]
 
 
 # --- Rows ----------------------------------------------------------------------
@@ -588,17 +589,19 @@ def idle_row(bench: Bench) -> list[Sample]:
 
 
 def lengthen(log: Path, messages: int) -> None:
-    """Repeat the messages of a session log until there are so many."""
-    lines = log.read_text().splitlines()
-    records = [json.loads(line) for line in lines]
-    turn = [record for record in records if record.get("type") == "message"]
-    closing = [record for record in records if record.get("type") not in ("message", "session")]
-    longer = lines[:1]
-    for number in range(messages // len(turn)):
-        for record in turn:
-            text = json.dumps(record)
-            longer.append(re.sub(r'"call(\d{5})"', lambda found: f'"call{number + int(found[1]):05d}"', text))
-    log.write_text("\n".join([*longer, *map(json.dumps, closing)]) + "\n")
+    """Repeat the messages of a session log, with calls numbered anew, until there are so many."""
+    records = [json.loads(line) for line in log.read_text().splitlines()]
+    turn = [json.dumps(record) for record in records if record.get("type") == "message"]
+    others = [json.dumps(record) for record in records if record.get("type") not in ("message", "session")]
+    ids = sorted(set(re.findall(r'"call\d{5}"', "".join(turn))))
+    longer, number = [json.dumps(records[0])], 0
+    while len(longer) <= messages:
+        lines = "\n".join(turn)
+        for id in ids:
+            lines = lines.replace(id, f'"call{number:05d}"')
+            number += 1
+        longer += lines.split("\n")
+    log.write_text("\n".join([*longer, *others]) + "\n")
 
 
 @row
