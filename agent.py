@@ -16,26 +16,39 @@ returns), and a turn of *steps* (one reply of the model and the tool calls it as
 the list of messages and only grows; the *view* is what is sent of it. *Events* are facts that the loop
 yields; *sinks* (renderers, the session log) take them, and decide nothing.
 
-Sections: Errors and interruption, Configuration, Messages, Events, Text, Workspace, Sandbox, Tools, Approval,
-Provider, Context, Agent, Session, Renderers, Slash commands, REPL, Headless, Command line.
+Sections: Errors and interruption, Configuration, Messages, Events, Text, Workspace, Snapshots, Sandbox, Tools,
+Approval, Provider: errors, Provider: adaptation, Provider: wires, Provider: requests, Context, Agent, Session, Undo,
+Renderers, Slash commands, REPL, Headless, Command line.
 
 Read `Agent.turn` first: it is the whole control flow. `build_runtime` wires all parts together.
 """
 
 from __future__ import annotations
 
+import os
+import sys
+
+if __name__ == "__main__" and not sys.flags.safe_path:
+    # Python puts the script's directory (or, with -m, the current one) first on its path. That may be a workspace, and
+    # a module planted there would run as the user, outside every sandbox. Nothing is ever imported from beside us.
+    _here = os.getcwd() if os.path.isdir(os.curdir) else ""
+    sys.path[:] = [path for path in sys.path[1:] if os.path.isabs(path) and path != _here]
+
 import argparse
+import ast
 import asyncio
 import codecs
 import contextlib
 import dataclasses
 import difflib
 import email.utils
+import errno
 import fcntl
 import fnmatch
+import functools
 import hashlib
 import json
-import os
+import math
 import random
 import re
 import secrets
@@ -43,18 +56,20 @@ import shlex
 import shutil
 import signal
 import stat
-import sys
 import tempfile
 import time
 import tomllib
+import zlib
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+from typing import IO, TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar
 
 if TYPE_CHECKING:
+    import subprocess
+
     import httpx2
     import openai
     from rich.console import Console, RenderableType
@@ -133,22 +148,42 @@ async def interruptible(work: Awaitable[T], interrupt: asyncio.Event, timeout_s:
 
 USER_SETTINGS = (
     "model", "base_url", "api", "local", "context_window", "max_steps", "approve", "sandbox", "network",
-    "instructions", "shell_timeout_s", "first_token_timeout_s", "idle_timeout_s", "max_attempts",
+    "keep_env", "instructions", "shell_timeout_s", "first_token_timeout_s", "idle_timeout_s", "max_attempts",
 )  # fmt: skip
 
 CHOICES = {
-    "api": ("auto", "chat", "json"),
+    "api": ("auto", "chat", "responses", "json"),
     "approve": ("plan", "ask", "auto", "all"),
     "sandbox": ("auto", "on", "off"),
 }
 
-
 COMMAND_ENVIRONMENT = {
-    "PAGER": "cat", "GIT_PAGER": "cat", "GIT_TERMINAL_PROMPT": "0", "GIT_EDITOR": "true", "EDITOR": "true",
-    "VISUAL": "true", "TERM": "dumb", "NO_COLOR": "1", "PYTHONUNBUFFERED": "1", "DEBIAN_FRONTEND": "noninteractive",
-    "PIP_NO_INPUT": "1",
+    "PAGER": "cat", "GIT_PAGER": "cat", "MANPAGER": "cat", "LESS": "-FRX", "GIT_TERMINAL_PROMPT": "0",
+    "GIT_EDITOR": "true", "EDITOR": "true", "VISUAL": "true", "SSH_ASKPASS": "/bin/false", "GIT_ASKPASS": "/bin/false",
+    "GIT_SSH_COMMAND": "ssh -oBatchMode=yes", "TERM": "dumb", "NO_COLOR": "1", "PYTHONUNBUFFERED": "1",
+    "DEBIAN_FRONTEND": "noninteractive", "PIP_NO_INPUT": "1", "npm_config_yes": "true",
 }  # fmt: skip
-_SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASSW|PASSPHRASE|CREDENTIAL|AUTH(?!OR)|COOKIE|PRIVATE|DSN", re.I)
+_SECRET_NAME = re.compile(
+    r"KEY|TOKEN|SECRET|PASSW|PASSPHRASE|CREDENTIAL|AUTH(?!OR)|COOKIE|PRIVATE|DSN|(DATABASE|MONGO|REDIS|WEBHOOK).*UR[IL]",
+    re.IGNORECASE,
+)
+_SECRET_VALUE = re.compile(
+    r"://[^/\s:@]*:[^/\s@]+@|-----BEGIN|\b(sk-|ghp_|github_pat_|xox[abp]-|AKIA|AIza|eyJ)\w",
+)
+_NOT_INHERITED = re.compile(
+    r"(BASH_ENV|ENV|PROMPT_COMMAND|BASH_FUNC_.*|DBUS_.*|DISPLAY|WAYLAND_DISPLAY|DOCKER_HOST|TMUX.*|STY"
+    r"|XDG_RUNTIME_DIR|GIT_(DIR|WORK_TREE|INDEX_FILE))$"
+)
+
+
+def looks_secret(name: str, value: str) -> bool:
+    """Whether a variable probably holds a secret, by its name or the shape of its value."""
+    return bool(_SECRET_NAME.search(name) or _SECRET_VALUE.search(value))
+
+
+def is_worth_hiding(value: str) -> bool:
+    """Whether a value is so unlike ordinary words that replacing it everywhere does no harm."""
+    return len(value) >= 8 and not (value.isalpha() and len(value) < 16) and not value.startswith("/")
 
 
 @dataclass(frozen=True)
@@ -171,12 +206,14 @@ class Config:
     """Tokens that the model accepts; None: not known, found out by its refusal."""
     max_steps: int = 200
     """Steps in one turn; reaching it ends the turn with the reason "limit"."""
-    approve: str = "auto"
-    """When to ask before a tool call: plan, ask, auto or all. See Approval."""
+    approve: str = ""
+    """When to ask before a tool call: plan, ask, auto or all; empty: auto in a sandbox, else ask. See Approval."""
     sandbox: str = "auto"
     """auto: sandbox commands where it works; on: refuse to run without it; off: never."""
     network: bool = False
     """Whether sandboxed commands may use the network."""
+    keep_env: str = ""
+    """Names of variables that commands inherit although they look like secrets, with commas between."""
     instructions: str = ""
     """The user's own words, added to the system prompt."""
     shell_timeout_s: float = 120
@@ -209,9 +246,26 @@ class Config:
         return self._base("XDG_CACHE_HOME", ".cache") / "agent"
 
     @property
+    def home(self) -> Path:
+        """The user's home directory, where the secrets are that commands must not see."""
+        return Path(self.environ.get("HOME") or Path.home())
+
+    @functools.cached_property
+    def _withheld(self) -> dict[str, str]:
+        kept = {name.strip() for name in self.keep_env.split(",")}
+        return {k: v for k, v in self.environ.items() if looks_secret(k, v) and k not in kept}
+
+    @functools.cached_property
     def command_environment(self) -> dict[str, str]:
         """What commands inherit: nothing that looks like a secret, and no program that waits for a person."""
-        return {k: v for k, v in self.environ.items() if not _SECRET_NAME.search(k)} | COMMAND_ENVIRONMENT
+        inherited = {k: v for k, v in self.environ.items() if k not in self._withheld and not _NOT_INHERITED.match(k)}
+        return inherited | COMMAND_ENVIRONMENT
+
+    @functools.cached_property
+    def secrets(self) -> dict[str, str]:
+        """Name and value of what commands do not inherit, where it is safe to replace it in texts."""
+        named = {**self._withheld, "OPENAI_API_KEY": self.api_key}
+        return {name: value for name, value in named.items() if is_worth_hiding(value)}
 
 
 def _read_user_file(path: Path) -> dict[str, Any]:
@@ -282,8 +336,8 @@ Message = dict[str, Any]
 
 NOT_EXECUTED = "Not executed: the turn was interrupted. It may have had effects: inspect before you try again."
 SKIPPED = "Skipped: an earlier call of this reply failed. Look at its result before you try again."
-CUT_OFF = "Not executed: the reply hit the output limit before the call was complete. Use smaller pieces."
 FEEDBACK = "[Runtime feedback] "
+CUT_OFF = FEEDBACK + "Not executed: the reply hit the output limit before the call was complete. Use smaller pieces."
 
 
 @dataclass(frozen=True)
@@ -317,8 +371,12 @@ class Usage:
 
 
 def message_text(message: Message) -> str:
-    """The text of a message, "" when it has none."""
-    return str(message.get("content") or "")
+    """The text of a message, "" when it has none; parts that are no text are named."""
+    content = message.get("content") or ""
+    if not isinstance(content, list):
+        return str(content)
+    parts = [part if isinstance(part, dict) else {"text": str(part)} for part in content]
+    return "".join(str(part.get("text") or f"[{part.get('type', 'part')} left out]") for part in parts)
 
 
 def message_calls(message: Message) -> list[ToolCall]:
@@ -330,11 +388,17 @@ def message_calls(message: Message) -> list[ToolCall]:
 
 @dataclass(frozen=True)
 class Reply:
-    """One complete answer of the model. `finish_reason`: "stop", "length" or another word of the server."""
+    """One complete answer of the model. `finish_reason`: "stop" or "length".
+
+    `problem` says what is wrong with a reply that cannot be used; `thinks_first`: its thinking ended with a tag
+    that was never opened.
+    """
 
     message: Message
     finish_reason: str = "stop"
     usage: Usage | None = None
+    problem: str = ""
+    thinks_first: bool = False
 
     @property
     def text(self) -> str:
@@ -372,9 +436,46 @@ def assistant_message(text: str, calls: Sequence[ToolCall] = ()) -> Message:
     return message
 
 
+NATIVE = "native"  # a message's key for what only the service that wrote it can read
+
+
+def with_native(message: Message, source: str, native: dict[str, Any]) -> Message:
+    """The message with content that is to be sent back unchanged, and only to `source`, which it came from."""
+    return {**message, NATIVE: {"source": source, **native}} if native else message
+
+
+def native_of(message: Message, source: str) -> dict[str, Any]:
+    """The native content of a message, {} when there is none of this source."""
+    native = message.get(NATIVE)
+    return native if isinstance(native, dict) and native.get("source") == source else {}
+
+
+def without_native(message: Message) -> Message:
+    """The message as any service can read it."""
+    return {key: value for key, value in message.items() if key != NATIVE}
+
+
+def with_calls(message: Message, calls: Sequence[ToolCall]) -> Message:
+    """An assistant message with other calls in the place of its own; its native content stays."""
+    changed = assistant_message(message_text(message), calls)
+    return changed | ({NATIVE: message[NATIVE]} if NATIVE in message else {})
+
+
 def tool_message(call: ToolCall, result: ToolResult) -> Message:
     """The answer to one call. Never empty: some servers refuse an empty content."""
     return {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": result.content or "(no output)"}
+
+
+def is_message(value: Any) -> bool:
+    """Whether a value read from disk has the shape of a message of a transcript."""
+    try:
+        calls = message_calls(value)
+        texts = [value.get("content") or "", *(part for c in calls for part in (c.id, c.name, c.arguments))]
+        if value["role"] == "tool":
+            texts.append(value["tool_call_id"])
+    except (AttributeError, KeyError, TypeError):
+        return False
+    return value["role"] in ("user", "assistant", "tool") and all(isinstance(text, str) for text in texts)
 
 
 def unanswered(messages: Sequence[Message]) -> list[ToolCall]:
@@ -388,6 +489,108 @@ def unanswered(messages: Sequence[Message]) -> list[ToolCall]:
         else:
             return []
     return []
+
+
+LEGAL_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+LEGAL_ID = re.compile(r"[A-Za-z0-9]{9}")  # the form that every known service accepts (Mistral insists on it)
+GO_ON = "Continue."
+
+
+def well_formed(value: Any) -> Any:
+    """A JSON value whose texts hold no lone surrogates, which could not be sent."""
+    if isinstance(value, str):
+        return value if value.isascii() else value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    if isinstance(value, dict):
+        return {well_formed(key): well_formed(inner) for key, inner in value.items()}
+    return [well_formed(inner) for inner in value] if isinstance(value, list | tuple) else value
+
+
+def legal_name(name: str) -> str:
+    """A tool's name in the letters that services allow."""
+    return re.sub(r"[^A-Za-z0-9_-]", "_", name)[:64] or "unnamed"
+
+
+def legal_arguments(text: Any) -> str:
+    """The arguments if they are a JSON object, else one that holds what was given instead."""
+    with contextlib.suppress(ValueError, TypeError, RecursionError):
+        arguments = json.loads(text, parse_constant=lambda name: None)
+        if isinstance(arguments, dict):
+            unchanged = "NaN" not in text and "Infinity" not in text and "\\ud" not in text.lower()
+            return text if unchanged else json.dumps(well_formed(arguments))
+    return json.dumps({"unreadable": well_formed(str(text))[:500]})
+
+
+def _legal_id(given: str, taken: set[str]) -> str:
+    """The id if it has the form that all services accept and is new, else one made from it."""
+    id, n = given, 0
+    while not LEGAL_ID.fullmatch(id) or id in taken:
+        id = hashlib.sha256(f"{given} {n}".encode("utf-8", "replace")).hexdigest()[:9]
+        n += 1
+    taken.add(id)
+    return id
+
+
+def _legal_calls(message: Message, taken: set[str]) -> dict[str, ToolCall]:
+    """The given id of each call of a message -> the call as it can be sent; a repeated id counts once."""
+    calls: dict[str, ToolCall] = {}
+    for call in message_calls(message):
+        if call.id not in calls:
+            calls[call.id] = ToolCall(_legal_id(call.id, taken), legal_name(call.name), legal_arguments(call.arguments))
+    return calls
+
+
+def _answers(messages: Sequence[Message]) -> dict[str, str]:
+    """call id -> content of the tool messages up to the next assistant message."""
+    answers: dict[str, str] = {}
+    for message in messages:
+        if message.get("role") == "assistant":
+            break
+        if message.get("role") == "tool":
+            answers.setdefault(str(message.get("tool_call_id")), message_text(message))
+    return answers
+
+
+def _append(valid: list[Message], message: Message) -> None:
+    """Add a message; a neighbour of the same role takes it in, since many services want the roles to alternate."""
+    last = valid[-1] if valid else {}
+    if message["role"] != last.get("role") or message["role"] == "tool":
+        valid.append(message)
+        return
+    texts = filter(None, (message_text(last), message_text(message)))
+    valid[-1] = {**last, **message, "content": "\n\n".join(texts) or None}
+    valid[-1].pop(NATIVE, None)
+
+
+def valid_messages(messages: Sequence[Message]) -> list[Message]:
+    """The messages as every service accepts them; what is valid already comes back unchanged.
+
+    At most one system message, and it is the first; each call answered directly after it, no answer without its
+    call; no empty content; roles alternate; legal and unique call ids, legal names, arguments that are JSON
+    objects; no lone surrogates; the last message is never the assistant's.
+    """
+    messages = [well_formed(message) for message in messages]
+    valid: list[Message] = []
+    taken: set[str] = set()
+    for index, message in enumerate(messages):
+        role, text = message.get("role"), message_text(message)
+        if role == "assistant":
+            calls = _legal_calls(message, taken)
+            if not calls and not text.strip():
+                continue
+            if not valid or valid[-1]["role"] == "system":
+                valid.append(user_message(GO_ON))
+            _append(valid, with_calls(message if text.strip() else message | {"content": None}, list(calls.values())))
+            answers = _answers(messages[index + 1 :])
+            for id, call in calls.items():
+                content = answers.get(id, NOT_EXECUTED)
+                valid.append(tool_message(call, ToolResult(content if content.strip() else "")))
+        elif role == "system" and not valid and text.strip():
+            valid.append(system_message(text))
+        elif role != "tool" and text.strip():
+            _append(valid, user_message(text))
+    if not valid or valid[-1]["role"] in ("assistant", "system"):
+        valid.append(user_message(GO_ON))
+    return valid
 
 
 # --- Events ---------------------------------------------------------------------------------------
@@ -432,6 +635,34 @@ class Adapted:
     """The way of asking was changed because the server refused the former one."""
 
     what: str
+
+
+@dataclass(frozen=True)
+class RequestStart:
+    """A request is about to be sent: the view of the first `messages` messages, of which `covered` are summarised.
+
+    `tokens` is an estimate of its size, `window` what the model accepts, if known; `digest` tells whether two
+    requests are the same. `purpose`: "step" or "summary".
+    """
+
+    purpose: str
+    model: str
+    messages: int
+    covered: int
+    tokens: int
+    window: int | None
+    digest: str
+
+
+@dataclass(frozen=True)
+class RequestEnd:
+    """A request has ended. `status`: completed, interrupted, overflow or failed; `reply` is None unless completed."""
+
+    purpose: str
+    status: str
+    error: str | None
+    elapsed_s: float
+    reply: Reply | None
 
 
 @dataclass(frozen=True)
@@ -495,7 +726,8 @@ class TurnEnd:
 
 Delta = TextDelta | ThinkingDelta | Retry | Adapted
 Event = (
-    SessionStart | Delta | MessageAdded | ToolStart | ToolOutput | ToolEnd | Compacted | Notice | TurnEnd
+    SessionStart | RequestStart | Delta | RequestEnd | MessageAdded | ToolStart | ToolOutput | ToolEnd | Compacted
+    | Notice | TurnEnd
 )  # fmt: skip
 Sink = Callable[[Event], None]
 
@@ -528,13 +760,14 @@ def event_to_json(event: Event) -> dict[str, Any] | None:
                 "type": "turn_end", "reason": reason, "error": error, "usage": dataclasses.asdict(usage),
                 "steps": steps, "elapsed_s": round(elapsed_s, 2),
             }  # fmt: skip
-        case ToolOutput():
+        case ToolOutput() | RequestStart() | RequestEnd():
             return None
 
 
 # --- Text -----------------------------------------------------------------------------------------
 # Pure functions on strings: what is foreign is made harmless, what is long is made short.
-# Everything that comes from the model, a tool, a file or the network passes `clean` before a terminal sees it.
+# Everything that comes from the model, a tool, a file or the network passes `clean` before a terminal sees it;
+# what a person decides on (a command, a diff, a file name) passes `escape`, which hides nothing.
 
 _ESCAPES = re.compile(
     r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]?"  # CSI, also when cut off
@@ -549,9 +782,9 @@ _SURROGATES = re.compile("[\ud800-\udfff]")
 
 def _overwritten(line: str) -> str:
     """What a terminal would show of a line with carriage returns and backspaces."""
-    shown = ""
+    shown: list[str] = []
     for part in filter(None, line.split("\r")):
-        shown = part + shown[len(part) :]
+        shown[: len(part)] = part
     kept: list[str] = []
     for char in shown:
         if char != "\b":
@@ -576,6 +809,33 @@ def clean(text: str) -> str:
     return _SURROGATES.sub("\ufffd", _INVISIBLE.sub("", text))
 
 
+def _written_out(char: str) -> str:
+    code = ord(char)
+    if 0xDC80 <= code <= 0xDCFF:  # an undecodable byte, see surrogateescape
+        code -= 0xDC00
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+
+
+def escape(text: str, keep: str = "\n\t") -> str:
+    """The text with everything that a terminal obeys or does not show written out, as `\\x1b` or `\\u202e`.
+
+    Undecodable bytes become `\\xff`. With keep="" the result is one line.
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in keep else _written_out(c) for c in text)
+
+
+def unescape_name(name: str) -> str:
+    """A file name as `escape` shows it, back in the form in which the system knows it."""
+
+    def char(found: re.Match[str]) -> str:
+        code = int(found[1] or found[2] or found[3], 16)
+        return chr(code + 0xDC00 if found[1] and code >= 0x80 else min(code, sys.maxunicode))
+
+    return re.sub(r"\\x([0-9a-f]{2})|\\u([0-9a-f]{4})|\\U([0-9a-f]{8})", char, name)
+
+
 def one_line(text: str, width: int = 100) -> str:
     """The text cleaned, on one line, cut to width characters."""
     line = " ".join(clean(text).split())
@@ -596,258 +856,1444 @@ def diff(old: str, new: str, path: str) -> str:
     return "\n".join(list(lines)[2:])
 
 
+def hide_secrets(text: str, secrets: Mapping[str, str]) -> str:
+    """The text with each secret (name -> value) replaced by `[secret NAME]`. Stops accidents, not encodings."""
+    for name, value in sorted(secrets.items(), key=lambda item: -len(item[1])):
+        if value in text:
+            text = text.replace(value, f"[secret {name}]")
+    return text
+
+
 def estimate_tokens(value: Any) -> int:
     """A rough count, four characters a token, of a message or any JSON value."""
     return len(json.dumps(value, ensure_ascii=False)) // 4 + 1
 
 
 # --- Workspace ------------------------------------------------------------------------------------
-# The directory tree that the agent may touch.
-# Covered: paths cannot lead out of it, also not through links; writes are atomic and keep a file's mode.
-# Not covered: a directory that is swapped for a link between the check and the write.
+# The directory tree that the agent may touch, and files as bytes.
+# Covered: a path is resolved to its real form, and that form is opened by the kernel with the order to follow no
+# link at all, so a directory that is swapped for a link in between is an error, never a way out. Writes are atomic
+# and keep mode, owner and extended attributes; line ends, byte order mark and encoding survive an edit.
+# Not covered: a hard link that existed before leads to the same file as its other names (it is asked for).
+
+Zone = Literal["workspace", "scratch", "outside"]
+
+HIDDEN = (
+    ".ssh", ".aws", ".azure", ".gnupg", ".kube", ".docker", ".netrc", ".npmrc", ".pypirc", ".git-credentials",
+    ".config/gh", ".config/gcloud", ".config/op", ".config/hub", ".config/rclone", ".password-store",
+    ".local/share/keyrings", ".mozilla", ".config/google-chrome", ".config/chromium", ".bash_history", ".zsh_history",
+    ".python_history", ".psql_history", ".terraform.d", ".vault-token", ".cargo/credentials.toml", ".pgpass",
+    ".my.cnf", ".boto",
+)  # fmt: skip
+"""Below the home directory: neither commands nor file tools see them."""
+PROTECTED = (".git", ".envrc", ".vscode", ".husky", ".github/workflows", "agents.md")
+"""Below the workspace, in lower case: what is written there may run, or be obeyed, later; so it is asked for."""
+SECRET_FILE = re.compile(
+    r"\.env($|\..*)|.*\.(pem|p12|pfx|key|keystore)|id_(rsa|dsa|ecdsa|ed25519)|\.?credentials.*", re.I
+)
+IGNORED_POLICY = (".agent.toml", "agent.toml", ".agent/config.toml", ".config/agent/config.toml")
+"""Names under which a workspace might try to set policy: they are never read, and that is said."""
+
+READ_LIMIT = 10_000_000  # bytes of a file that is read as a whole
+EDIT_LIMIT = 5_000_000
+LINK_FREE = 0x08 | 0x04 | 0x02  # openat2: RESOLVE_BENEATH, RESOLVE_NO_SYMLINKS, RESOLVE_NO_MAGICLINKS
+ONLY_DIRECTORY = os.O_DIRECTORY | getattr(os, "O_PATH", 0)
+ENV_FILES = (".env", ".env.local", ".env.development", ".env.production", ".env.test")
 
 
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+def _open_stepwise(base: int, path: str, flags: int) -> int:
+    """Open a path below the directory `base` one component after the other, following no link."""
+    *parents, leaf = Path(path).parts or (".",)
+    directory = os.dup(base)
+    try:
+        for part in parents:
+            inner = os.open(part, ONLY_DIRECTORY | os.O_NOFOLLOW, dir_fd=directory)
+            os.close(directory)
+            directory = inner
+        return os.open(leaf, flags | os.O_NOFOLLOW, dir_fd=directory)
+    finally:
+        os.close(directory)
+
+
+def open_beneath(base: int, path: str, flags: int) -> int:
+    """Open an existing path, relative, without links and `..`, below the directory `base`; raises OSError."""
+    if sys.platform == "linux":
+        import ctypes
+        import struct
+
+        how = struct.pack("QQQ", flags | os.O_CLOEXEC, 0, LINK_FREE)
+        libc, number = ctypes.CDLL(None, use_errno=True), 437  # openat2 has one number on all machines we know
+        file = libc.syscall(number, base, os.fsencode(path or "."), how, ctypes.c_size_t(len(how)))
+        if file >= 0:
+            return int(file)
+        if ctypes.get_errno() not in (errno.ENOSYS, errno.EPERM):  # too old a kernel, or forbidden in a container
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return _open_stepwise(base, path, flags)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a path of the model leads: the real path, which part of the disk that is, and its name for the model."""
+
+    path: Path
+    zone: Zone
+    name: str
+
+
+def _is_below(path: Path, directory: Path) -> bool:
+    return path == directory or directory in path.parents
+
+
+def _folded(path: Path) -> Path:
+    """For comparisons that must also hold on disks that do not tell upper from lower case."""
+    return Path(str(path).casefold())
+
+
+def _overwrite_file(directory: int, name: str, data: bytes) -> None:
+    """Write into the file itself, for where it must stay the same file or nothing may be put beside it."""
+    with os.fdopen(os.open(name, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=directory), "wb") as file:
+        file.write(data)
+        file.truncate()
+        os.fsync(file.fileno())
+
+
+def _copy_attributes(old: int, new: int) -> None:
+    """Give the new file the owner, mode and extended attributes of the old one; raises OSError for the owner."""
+    status = os.fstat(old)
+    if (status.st_uid, status.st_gid) != (os.fstat(new).st_uid, os.fstat(new).st_gid):
+        os.fchown(new, status.st_uid, status.st_gid)
+    os.fchmod(new, stat.S_IMODE(status.st_mode))
+    for name in os.listxattr(old) if hasattr(os, "listxattr") else ():
+        with contextlib.suppress(OSError):
+            os.setxattr(new, name, os.getxattr(old, name))
+
+
+def _replace_file(directory: int, name: str, data: bytes) -> None:
+    """Put a file with this content in the place of `name`, in one step where that is possible; raises OSError."""
+    try:
+        old = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=directory)
+    except FileNotFoundError:
+        old = -1
+    temporary = f".{secrets.token_hex(6)}.tmp"
+    try:
+        if old >= 0 and not stat.S_ISREG(os.fstat(old).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file")
+        if old >= 0 and os.fstat(old).st_nlink > 1:
+            _overwrite_file(directory, name, data)
+            return
+        try:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+            with os.fdopen(os.open(temporary, flags, 0o666, dir_fd=directory), "wb") as file:
+                file.write(data)
+                file.flush()
+                if old >= 0:
+                    _copy_attributes(old, file.fileno())
+                os.fsync(file.fileno())
+            os.replace(temporary, name, src_dir_fd=directory, dst_dir_fd=directory)
+        except OSError as exc:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary, dir_fd=directory)
+            if old < 0 or exc.errno not in (errno.EBUSY, errno.EACCES, errno.EPERM, errno.EROFS):
+                raise
+            _overwrite_file(directory, name, data)
+    finally:
+        if old >= 0:
+            os.close(old)
+
+
+def sync_directory(path: Path) -> None:
+    """Wait until the names in a directory are on disk."""
+    file = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
 
 
 class Workspace:
-    """The files below `root`, a real path."""
+    """The files below `root`, a real path, and below `scratch`, which commands in the sandbox see as /tmp.
 
-    def __init__(self, root: Path) -> None:
+    `home` and `state_dir` say what is hidden. Paths outside are opened too, but never unasked: see `concern`.
+    """
+
+    def __init__(
+        self, root: Path, scratch: Path | None = None, home: Path | None = None, state_dir: Path | None = None
+    ) -> None:
         self.root = root
+        self.scratch = scratch
+        self.home = home
+        hidden = [home / name for name in HIDDEN] if home else []
+        real = [Path(os.path.realpath(path)) for path in [*hidden, *([state_dir] if state_dir else [])]]
+        self.hidden = tuple(path for path in real if not _is_below(root, path))
+        self.protected = (*(root / name for name in PROTECTED), Path(os.path.realpath(__file__)))
+        self._known: dict[Path, bytes] = {}  # digest of each file as the model last read or wrote it
+        self._bases = {"workspace": os.open(root, ONLY_DIRECTORY), "outside": os.open("/", ONLY_DIRECTORY)}
+        if scratch:
+            self._bases["scratch"] = os.open(scratch, ONLY_DIRECTORY)
 
-    def resolve(self, path: str) -> Path:
-        """The real path of a file or directory in the workspace; raises ToolError when it lies outside."""
+    def locate(self, path: str) -> Place:
+        """The place that a path leads to, links resolved; raises ToolError for what is never opened."""
         if "\0" in path:
             raise ToolError("A path cannot hold a NUL character.")
-        real = Path(os.path.realpath(self.root / Path(path)))
-        if real != self.root and self.root not in real.parents:
-            raise ToolError(f"{path} is outside the workspace {self.root}. Use a path inside it.")
-        return real
+        in_home = self.home and re.match(r"~(/|$)", path)
+        wanted = Path(f"{self.home}/{path[2:]}") if in_home else self.root / path
+        if "\\" in path and not os.path.lexists(wanted):
+            wanted = self.root / unescape_name(path)
+        for temporary in ("/tmp", "/var/tmp"):
+            if self.scratch and _is_below(wanted, Path(temporary)) and not _is_below(wanted, self.root):
+                wanted = self.scratch / wanted.relative_to(temporary)
+        real = Path(os.path.realpath(wanted))
+        if _is_below(real, self.root):
+            return Place(real, "workspace", escape(os.path.relpath(real, self.root), keep=""))
+        if self.scratch and _is_below(real, self.scratch):
+            return Place(real, "scratch", escape(str("/tmp" / real.relative_to(self.scratch)), keep=""))
+        if real.parts[1:2] in (("proc",), ("sys",), ("dev",)):
+            raise ToolError(f"{escape(path, keep='')} is not a file of this machine's disks. Use run_shell_command.")
+        if any(_is_below(_folded(real), _folded(hidden)) for hidden in self.hidden):
+            raise ToolError(f"{escape(path, keep='')} is private to the user and is never opened.")
+        return Place(real, "outside", escape(str(real), keep=""))
 
-    def relative(self, path: Path) -> str:
-        """The path as the model should see it."""
-        return os.path.relpath(path, self.root)
+    def concern(self, place: Place, writing: bool) -> str:
+        """Why this place should not be touched unasked, in a few words; "" when nothing speaks against it."""
+        if place.zone == "outside":
+            return "outside the workspace"
+        if writing and any(_is_below(_folded(place.path), _folded(path)) for path in self.protected):
+            return "may be run or obeyed later"
+        if not writing and SECRET_FILE.fullmatch(place.path.name):
+            return "may hold secrets"
+        with contextlib.suppress(OSError):
+            if writing and place.path.lstat().st_nlink > 1 and place.path.is_file():
+                return "has another name on this disk, which changes too"
+        return ""
 
-    def read_bytes(self, path: Path, limit: int = 10_000_000) -> bytes:
-        """The content of a regular file of at most `limit` bytes; raises ToolError saying why not."""
-        name = self.relative(path)
+    def _relative(self, place: Place, path: Path) -> str:
+        base = {"workspace": self.root, "scratch": self.scratch or self.root, "outside": Path("/")}[place.zone]
+        return os.path.relpath(path, base)
+
+    def open(self, place: Place, flags: int) -> int:
+        """A file descriptor of what is there; raises OSError, also when a link has come in between."""
+        return open_beneath(self._bases[place.zone], self._relative(place, place.path), flags)
+
+    def open_file(self, place: Place) -> int:
+        """A file descriptor to read a regular file; raises ToolError saying why not."""
         try:
-            with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY), "rb") as file:
-                if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                    raise ToolError(f"{name} is not a regular file.")
-                data = file.read(limit + 1)
+            file = self.open(place, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
         except FileNotFoundError:
-            raise ToolError(f"{name} does not exist. list_files shows what does.") from None
-        except IsADirectoryError:
-            raise ToolError(f"{name} is a directory. Use list_files.") from None
+            raise ToolError(f"{place.name} does not exist. list_files shows what does.") from None
         except OSError as exc:
-            raise ToolError(f"{name}: {exc.strerror}.") from None
+            raise ToolError(f"{place.name}: {exc.strerror}.") from None
+        mode = os.fstat(file).st_mode
+        if not stat.S_ISREG(mode):
+            os.close(file)
+            kind = "a directory. Use list_files." if stat.S_ISDIR(mode) else "not a regular file."
+            raise ToolError(f"{place.name} is {kind}")
+        return file
+
+    def exists(self, place: Place) -> bool:
+        """Whether something is there."""
+        return os.path.lexists(place.path)
+
+    def read(self, place: Place, limit: int = READ_LIMIT) -> bytes:
+        """The content of a regular file of at most `limit` bytes; raises ToolError saying why not."""
+        try:
+            with os.fdopen(self.open_file(place), "rb") as file:
+                data = file.read(limit + 1)
+        except OSError as exc:
+            raise ToolError(f"{place.name}: {exc.strerror}.") from None
         if len(data) > limit:
-            raise ToolError(f"{name} is larger than {limit} bytes. Look at parts of it with run_shell_command.")
+            raise ToolError(f"{place.name} is larger than {limit} bytes. Work on it with run_shell_command.")
         return data
 
-    def write_bytes(self, path: Path, data: bytes) -> None:
-        """Replace a file's content in one step, keeping its mode; parents are created. Raises ToolError."""
-        temporary = ""
+    def remember(self, place: Place, data: bytes, again: bool = True) -> None:
+        """Note what the model knows of a file; again=False: only if it knew nothing of it."""
+        if again or place.path not in self._known:
+            self._known[place.path] = hashlib.sha256(data).digest()
+
+    def is_stale(self, place: Place, data: bytes) -> bool:
+        """Whether the content differs from what the model knows of this file."""
+        known = self._known.get(place.path)
+        return known is not None and known != hashlib.sha256(data).digest()
+
+    def write(self, place: Place, data: bytes) -> None:
+        """Replace a file's content in one step; directories are created. Raises ToolError, then nothing changed."""
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            mode = stat.S_IMODE(path.stat().st_mode) if path.exists() else 0o666 & ~_umask()
-            handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".agent-")
-            with open(handle, "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            os.chmod(temporary, mode)
-            os.replace(temporary, path)
+            directory = self._open_directory(place, place.path.parent)
+            try:
+                _replace_file(directory, place.path.name, data)
+            finally:
+                os.close(directory)
         except OSError as exc:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
-            raise ToolError(f"{self.relative(path)}: {exc.strerror}.") from None
+            raise ToolError(f"{place.name}: {exc.strerror}.") from None
+        self.remember(place, data)
+
+    def _open_directory(self, place: Place, directory: Path) -> int:
+        """A directory below the place's base, made if it is missing."""
+        base = self._bases[place.zone]
+        with contextlib.suppress(FileNotFoundError):
+            return open_beneath(base, self._relative(place, directory), ONLY_DIRECTORY)
+        parent = self._open_directory(place, directory.parent)
+        try:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(directory.name, dir_fd=parent)
+        finally:
+            os.close(parent)
+        return open_beneath(base, self._relative(place, directory), ONLY_DIRECTORY)
+
+    def env_file_secrets(self) -> dict[str, str]:
+        """Name and value of what looks like a secret in the .env files at the workspace's top."""
+        found = {}
+        for file_name in ENV_FILES:
+            with contextlib.suppress(ToolError):
+                for line in self.read(self.locate(file_name), 100_000).decode("utf-8", "replace").splitlines():
+                    name, _, value = line.strip().removeprefix("export ").partition("=")
+                    value = value.strip().strip("\"'")
+                    if looks_secret(name, value) and is_worth_hiding(value):
+                        found[name.strip()] = value
+        return found
 
 
-# --- Sandbox --------------------------------------------------------------------------------------
-# Runs one shell command with the network off and writes confined to the workspace (bubblewrap).
-# Covered: a command ends when its shell exits, its process group is killed afterwards; no terminal, no standard
-# input; a time limit; output kept as head and tail in bounded memory.
-# Not covered: without bubblewrap a command that leaves its process group survives, and nothing is confined.
+# --- Snapshots ------------------------------------------------------------------------------------
+# The state of the workspace, kept outside of it, so that whatever changed it can be taken back. A store of our own
+# and not git's: it needs no git and obeys no configuration, filter or hook, and it keeps what git drops: all mode
+# bits, empty directories, files inside nested repositories. Content is stored compressed under its hash; a
+# directory is an object that lists its entries, so what did not change costs nothing.
+# Covered: content, names (any bytes), modes and symbolic links, also of files that git ignores.
+# Not covered: .git itself; files over 50 MB; folders that tools fill and can fill again (node_modules,
+# __pycache__, those with a CACHEDIR.TAG or pyvenv.cfg); owners, times, extended attributes, hard links, devices,
+# sockets; a program that swaps directories for links while files are put back.
 
-HEAD_BYTES, TAIL_BYTES = 8_000, 24_000
-MAX_TIMEOUT_S = 600
-DRAIN_S = 0.5  # how long to read on after the shell has exited: what it started may hold the pipe open for ever
+MAX_FILE_BYTES = 50_000_000
+MAX_ENTRIES = 200_000  # in one workspace
+MAX_NEW_BYTES = 2_000_000_000  # that one snapshot adds
+MAX_STORE_BYTES = 1_000_000_000  # of one workspace, compressed: beyond it the oldest snapshots are forgotten
+MIN_FREE_BYTES = 200_000_000  # left on the disk of the store
+MAX_DEPTH = 200
+SETTLED_NS = 2_000_000_000  # a file changed less long ago than this is read again: clocks of file systems are coarse
+SYNC_EACH = 200  # new objects that are synced one by one; more of them: the whole system once
+UNFINISHED_S = 3600  # objects younger than this may belong to a snapshot that another process is taking
+
+REBUILT = ("node_modules", "__pycache__")
+REBUILT_MARKS = ("CACHEDIR.TAG", "pyvenv.cfg")
 
 
-def sandboxed(argv: Sequence[str], workspace: Path, state_dir: Path, network: bool) -> list[str]:
-    """The argument list that runs argv with only the workspace and a private /tmp writable."""
-    scratch = state_dir / "tmp"
-    scratch.mkdir(parents=True, exist_ok=True, mode=0o700)
-    root = str(workspace)
-    box = shlex.split("bwrap --die-with-parent --new-session --unshare-user --unshare-pid --unshare-ipc --unshare-uts")
-    if not network:
-        box.append("--unshare-net")
-    box += shlex.split("--ro-bind / / --dev /dev --proc /proc --ro-bind-try /proc/sys /proc/sys --tmpfs /run")
-    box += ["--ro-bind-try", "/run/systemd/resolve", "/run/systemd/resolve"]
-    box += ["--bind", str(scratch), "/tmp", "--bind", root, root]
-    return [*box, "--cap-drop", "ALL", "--chdir", root, "--", *argv]
+class SnapshotError(AgentError):
+    """The workspace cannot be saved, or not be brought back."""
 
 
-def probe_sandbox(workspace: Path, state_dir: Path) -> str:
-    """Try the sandbox by effect. Returns "" when it holds, else the reason why it does not."""
-    import subprocess
+class Entry(NamedTuple):
+    """One name in a directory. `kind`: f(ile), l(ink), d(irectory), or x: seen, but its content is not covered.
 
-    if not shutil.which("bwrap"):
-        return "bubblewrap is not installed"
-    outside = state_dir / "probe"
-    test = f"touch {shlex.quote(str(outside))} 2>/dev/null && echo writes outside the workspace are possible; echo ran"
-    argv = sandboxed(["sh", "-c", test], workspace, state_dir, network=False)
-    try:
-        done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=10)
-    except (OSError, subprocess.TimeoutExpired) as exc:
-        return str(exc)
-    if done.stdout == "ran\n":
-        return ""
-    lines = (done.stdout + done.stderr).strip().splitlines()
-    return lines[0] if lines else f"bwrap ended with status {done.returncode}"
+    `mode`: the permission bits of a file. `content`: the object's name, a link's target, or a text that changes
+    when an uncovered file does.
+    """
+
+    kind: str
+    mode: int
+    content: str
+
+
+class Tree(NamedTuple):
+    """A directory: its permission bits and its entries by name."""
+
+    mode: int
+    entries: dict[str, Entry]
 
 
 @dataclass
-class CommandOutput:
-    """The first and last bytes of a stream, in bounded memory."""
+class Restored:
+    """What going back did: the paths that were brought back, and those left alone with the reason.
 
-    head: bytes = b""
-    tail: bytes = b""
-    total: int = 0
+    `force`: also what was changed since is to be brought back.
+    """
+
+    force: bool = False
+    done: list[str] = field(default_factory=list)
+    kept: list[tuple[str, str]] = field(default_factory=list)
+
+
+def _entry_data(tree: Tree) -> bytes:
+    return json.dumps([tree.mode, sorted((name, *entry) for name, entry in tree.entries.items())]).encode()
+
+
+def _open_directory(name: str, parent: int | None = None) -> int:
+    """Open a directory, never through a link; one that its owner locked is unlocked (the caller sets its mode)."""
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+    try:
+        return os.open(name, flags, dir_fd=parent)
+    except PermissionError:
+        os.chmod(name, 0o700, dir_fd=parent)
+        return os.open(name, flags, dir_fd=parent)
+
+
+def _read_file(name: str, parent: int) -> bytes:
+    """The content of a regular file, also of one that its owner made unreadable; raises OSError."""
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+    try:
+        file = os.open(name, flags, dir_fd=parent)
+    except PermissionError:
+        mode = stat.S_IMODE(os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode)
+        os.chmod(name, mode | stat.S_IRUSR, dir_fd=parent)
+        try:
+            file = os.open(name, flags, dir_fd=parent)
+        finally:
+            os.chmod(name, mode, dir_fd=parent)
+    with open(file, "rb") as source:
+        return source.read(MAX_FILE_BYTES + 1)
+
+
+class SnapshotStore:
+    """The snapshots of one workspace, in `folder`. A snapshot is named by the hash of its tree.
+
+    `owner`: the session that snapshots are taken for; they are forgotten with it.
+    """
+
+    def __init__(self, folder: Path, root: Path, state_dir: Path, owner: str = "") -> None:
+        self.folder = folder
+        self.root = root
+        self._objects = str(folder / "objects")
+        self.state_dir = state_dir
+        self.owner = owner
+        self._index: dict[str, list[Any]] | None = None  # path -> [signature, object]: files not to be read again
+        self._directories: set[str] = set()  # covered last time: a mark that appears in one does not change that
+        self._size = 0  # of the objects, as far as this store knows
+        self._begin(lambda: False)
+
+    def _begin(self, stop: Callable[[], bool]) -> None:
+        """Forget what the last taking counted and saw."""
+        self._stop = stop
+        self._started_ns = time.time_ns()
+        self._new_bytes = self._new_objects = self._entries = 0
+        self._seen: dict[str, list[Any]] = {}
+        self._seen_directories: set[str] = set()
+
+    # Objects
+
+    def _path(self, name: str) -> str:
+        return f"{self._objects}/{name[:2]}/{name[2:]}"
+
+    def _put(self, data: bytes) -> str:
+        """Store data under its hash and return that."""
+        name = hashlib.blake2b(data, digest_size=20).hexdigest()
+        path = self._path(name)
+        if os.path.exists(path):
+            return name
+        packed = zlib.compress(data, 1)
+        self._new_bytes += len(packed)
+        self._new_objects += 1
+        if self._new_bytes > MAX_NEW_BYTES:
+            raise SnapshotError(f"it would take more than {MAX_NEW_BYTES // 10**9} GB")
+        if self._new_objects % 1000 == 1 or len(packed) > 1_000_000:
+            free = shutil.disk_usage(self.folder).free
+            if free < MIN_FREE_BYTES:
+                raise SnapshotError(f"only {free // 10**6} MB are free on the disk of {self.folder}")
+        os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+        temporary = f"{path}.{secrets.token_hex(4)}"
+        try:
+            file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with open(file, "wb") as target:
+                target.write(packed)
+                target.flush()
+                if self._new_objects <= SYNC_EACH:
+                    os.fdatasync(file)
+            os.replace(temporary, path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            raise
+        return name
+
+    def get(self, name: str) -> bytes:
+        """The data of an object; raises SnapshotError when it is gone or damaged."""
+        try:
+            with open(self._path(name), "rb") as file:
+                data = zlib.decompress(file.read())
+        except (OSError, zlib.error):
+            data = b""
+        if hashlib.blake2b(data, digest_size=20).hexdigest() != name:
+            raise SnapshotError("its saved content is gone")
+        return data
+
+    def tree(self, name: str) -> Tree:
+        """The directory that an object lists; raises SnapshotError."""
+        mode, entries = json.loads(self.get(name))
+        return Tree(mode, {entry: Entry(*fields) for entry, *fields in entries})
+
+    # Taking
+
+    def take(self, stop: Callable[[], bool] = lambda: False) -> str:
+        """Save the workspace and return the name of its tree. Raises SnapshotError, or Interrupted when `stop` says so.
+
+        What cannot be read is noted as not covered.
+        """
+        self._begin(stop)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._load_index()
+            directory = _open_directory(str(self.root))
+            try:
+                name = self._scan(directory, "", os.fstat(directory), 0)
+            finally:
+                os.close(directory)
+            if name is None:
+                raise SnapshotError("the workspace is the agent's own state directory")
+            if self._new_objects > SYNC_EACH:
+                os.sync()
+            self._note_root(name)
+            self._save_index()
+        except OSError as exc:
+            raise SnapshotError(f"{exc.strerror}: {exc.filename or self.folder}") from None
+        if self._size > MAX_STORE_BYTES:
+            self.sweep()
+        return name
+
+    def _scan(self, directory: int, path: str, status: os.stat_result, depth: int) -> str | None:
+        """Save an open directory; returns its object, None when it is not covered."""
+        found = list(os.scandir(directory))
+        self._entries += len(found)
+        if self._entries > MAX_ENTRIES:
+            raise SnapshotError(f"the workspace holds more than {MAX_ENTRIES} files")
+        rebuilt = any(entry.name in REBUILT_MARKS for entry in found) and path and path not in self._directories
+        if rebuilt or depth > MAX_DEPTH or self._is_state(status):
+            return None
+        self._seen_directories.add(path)
+        entries = {}
+        for entry in found:
+            try:
+                if saved := self._save(directory, path, entry, depth):
+                    entries[entry.name] = saved
+            except OSError as exc:
+                if exc.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):  # it went, or became something else
+                    raise
+        return self._put(_entry_data(Tree(stat.S_IMODE(status.st_mode), entries)))
+
+    def _is_state(self, status: os.stat_result) -> bool:
+        """Whether this is our own state directory, for a workspace that contains it."""
+        with contextlib.suppress(OSError):
+            return os.path.samestat(status, os.stat(self.state_dir))
+        return False
+
+    def _save(self, directory: int, path: str, entry: os.DirEntry[str], depth: int) -> Entry | None:
+        """Save what one name stands for; None when snapshots do not cover it."""
+        if self._stop():
+            raise Interrupted
+        status = entry.stat(follow_symlinks=False)
+        mode, where = stat.S_IMODE(status.st_mode), f"{path}/{entry.name}"
+        if entry.name == ".git":
+            return None
+        if stat.S_ISLNK(status.st_mode):
+            return Entry("l", 0, os.readlink(entry.name, dir_fd=directory))
+        if stat.S_ISREG(status.st_mode):
+            return self._save_file(directory, entry.name, where, status)
+        if not stat.S_ISDIR(status.st_mode) or entry.name in REBUILT:
+            return None
+        try:
+            child = _open_directory(entry.name, directory)
+        except PermissionError:
+            return Entry("x", mode, "unreadable")
+        try:
+            name = self._scan(child, where, status, depth + 1)
+        finally:
+            if stat.S_IMODE(os.fstat(child).st_mode) != mode:
+                os.fchmod(child, mode)
+            os.close(child)
+        return Entry("d", 0, name) if name else None
+
+    def _save_file(self, directory: int, name: str, where: str, status: os.stat_result) -> Entry:
+        """Save a file, without reading it when it is the one that the index knows."""
+        mode = stat.S_IMODE(status.st_mode)
+        signature = [status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
+        known = self._index.get(where) if self._index else None
+        if known and known[0] == signature and os.path.exists(self._path(known[1])):
+            self._seen[where] = known
+            return Entry("f", mode, known[1])
+        uncovered = Entry("x", mode, f"{status.st_size} {status.st_mtime_ns}")
+        if status.st_size > MAX_FILE_BYTES:
+            return uncovered
+        try:
+            data = _read_file(name, directory)
+        except OSError:
+            return uncovered
+        if len(data) > MAX_FILE_BYTES:
+            return uncovered
+        content = self._put(data)
+        if max(status.st_mtime_ns, status.st_ctime_ns) < self._started_ns - SETTLED_NS:
+            self._seen[where] = [signature, content]
+        return Entry("f", mode, content)
+
+    def _load_index(self) -> None:
+        if self._index is not None:
+            return
+        self._index = {}
+        with contextlib.suppress(OSError, ValueError, zlib.error):
+            saved = json.loads(zlib.decompress((self.folder / "index").read_bytes()))
+            self._size, self._directories, self._index = saved[0], set(saved[1]), saved[2]
+
+    def _save_index(self) -> None:
+        """Keep the index on disk for the next process; it is only a cache."""
+        self._size += self._new_bytes
+        if self._seen == self._index and self._seen_directories == self._directories and not self._new_objects:
+            return
+        self._index, self._directories = self._seen, self._seen_directories
+        data = zlib.compress(json.dumps([self._size, sorted(self._directories), self._index]).encode(), 1)
+        handle, temporary = tempfile.mkstemp(dir=self.folder)
+        with open(handle, "wb") as file:
+            file.write(data)
+        os.replace(temporary, self.folder / "index")
+
+    # Forgetting
+
+    def _note_root(self, name: str) -> None:
+        """Remember that the owner needs this tree; the file's time says since when."""
+        roots = self.folder / "roots"
+        roots.mkdir(exist_ok=True, mode=0o700)
+        (roots / f"{name}.{self.owner}").touch(mode=0o600)
+
+    def _mark(self, name: str, marked: set[str]) -> int:
+        """Add an object and all below it to `marked`; returns the bytes that this added."""
+        if name in marked:
+            return 0
+        marked.add(name)
+        try:
+            size = os.stat(self._path(name)).st_size
+            entries = self.tree(name).entries
+        except (OSError, SnapshotError):
+            return 0
+        for kind, _, content in entries.values():
+            if kind == "d":
+                size += self._mark(content, marked)
+            elif kind == "f" and content not in marked:
+                marked.add(content)
+                with contextlib.suppress(OSError):
+                    size += os.stat(self._path(content)).st_size
+        return size
+
+    def sweep(self) -> None:
+        """Forget the oldest snapshots until the store is half empty, and delete what none of the rest needs."""
+        roots = sorted((self.folder / "roots").glob("*"), key=lambda path: path.stat().st_mtime_ns, reverse=True)
+        marked: set[str] = set()
+        total = 0
+        for index, root in enumerate(roots):
+            trial = set(marked)
+            added = self._mark(root.name.partition(".")[0], trial)
+            if index and total + added > MAX_STORE_BYTES // 2:
+                for old in roots[index:]:
+                    old.unlink(missing_ok=True)
+                break
+            marked, total = trial, total + added
+        for path in (self.folder / "objects").glob("*/*"):
+            with contextlib.suppress(OSError):
+                if path.parent.name + path.name not in marked and path.stat().st_mtime < time.time() - UNFINISHED_S:
+                    path.unlink()
+        self._size = total
+
+    def forget_owner(self) -> None:
+        """Delete the snapshots that only this owner needs."""
+        for root in (self.folder / "roots").glob(f"*.{self.owner}"):
+            root.unlink(missing_ok=True)
+        self.sweep()
+
+    # Comparing and going back
+
+    def differences(self, old: str, new: str) -> Iterator[tuple[str, Entry | None, Entry | None]]:
+        """(path, entry before, entry after) of all that differs between two trees, sorted; raises SnapshotError."""
+        yield from self._differences(self.tree(old), self.tree(new), "")
+
+    def _differences(self, old: Tree, new: Tree, path: str) -> Iterator[tuple[str, Entry | None, Entry | None]]:
+        for name in sorted(old.entries.keys() | new.entries.keys()):
+            was, now = old.entries.get(name), new.entries.get(name)
+            if was == now:
+                continue
+            if not (was and now and was.kind == now.kind == "d"):
+                yield path + name, was, now
+            below = [self._tree_of(entry) or Tree(0, {}) for entry in (was, now)]
+            yield from self._differences(below[0], below[1], f"{path}{name}/")
+
+    def _tree_of(self, entry: Entry | None) -> Tree | None:
+        return self.tree(entry.content) if entry and entry.kind == "d" else None
+
+    def restore(self, live: str, old: str, new: str, force: bool = False) -> Restored:
+        """Take back what led from tree `new` to tree `old` in the workspace, whose state is `live`.
+
+        Only names that differ between `old` and `new` are looked at. One that was changed since `old` is left
+        alone, unless `force`. Raises SnapshotError before anything is changed when a tree is gone.
+        """
+        restored = Restored(force)
+        trees = self.tree(live), self.tree(old), self.tree(new)
+        try:
+            directory = _open_directory(str(self.root))
+            try:
+                self._restore(directory, "", *trees, restored)
+            finally:
+                os.close(directory)
+        except OSError as exc:
+            restored.kept.append((".", exc.strerror or str(exc)))
+        return restored
+
+    def _restore(self, directory: int, path: str, live: Tree, old: Tree, new: Tree, restored: Restored) -> None:
+        """Go back in one open directory, and set its mode last."""
+        mode = new.mode if old.mode != new.mode and (restored.force or live.mode in (old.mode, new.mode)) else live.mode
+        if live.mode & 0o700 != 0o700:
+            os.fchmod(directory, live.mode | 0o700)
+        for name in sorted(old.entries.keys() | new.entries.keys()):
+            was, goal, now = old.entries.get(name), new.entries.get(name), live.entries.get(name)
+            if goal in (was, now):
+                continue
+            try:
+                self._restore_entry(directory, f"{path}{name}", name, now, was, goal, restored)
+            except OSError as exc:
+                restored.kept.append((path + name, exc.strerror or str(exc)))
+            except SnapshotError as exc:
+                restored.kept.append((path + name, str(exc)))
+        if mode != stat.S_IMODE(os.fstat(directory).st_mode):
+            os.fchmod(directory, mode)
+        if mode != live.mode:
+            restored.done.append(path or "./")
+
+    def _restore_entry(
+        self, directory: int, path: str, name: str, now: Entry | None, was: Entry | None, goal: Entry | None,
+        restored: Restored,
+    ) -> None:  # fmt: skip
+        """Bring one name from `now` to `goal`, if it is as it `was`; raises OSError and SnapshotError."""
+        live, old, new = self._tree_of(now), self._tree_of(was), self._tree_of(goal)
+        if live and (new or old or restored.force):  # what is in it may be mended in part
+            empty = Tree(live.mode, {})
+            since = live if restored.force and not new else old or empty
+            child = _open_directory(name, directory)
+            try:
+                self._restore(child, path + "/", live, since, new or empty, restored)
+            finally:
+                os.close(child)
+            if new:
+                return
+            try:
+                os.rmdir(name, dir_fd=directory)
+            except OSError as exc:
+                if exc.errno != errno.ENOTEMPTY:
+                    raise
+                raise SnapshotError("it holds files that were made since, or that snapshots do not cover") from None
+        elif now != was and not restored.force:
+            raise SnapshotError("it was changed since")
+        elif now and now.kind == "x":
+            raise SnapshotError("its content is not covered, so it cannot be brought back later")
+        self._replace(directory, path, name, None if live else now, goal, restored)
+        restored.done.append(path)
+
+    def _replace(
+        self, directory: int, path: str, name: str, now: Entry | None, goal: Entry | None, restored: Restored
+    ) -> None:
+        """Put `goal` in the place of a file, a link or nothing, in one step; raises OSError and SnapshotError."""
+        if goal is None:
+            if now:
+                os.unlink(name, dir_fd=directory)
+        elif goal.kind == "x":
+            raise SnapshotError("its content was not covered")
+        elif goal.kind == "d":
+            tree = self.tree(goal.content)
+            if now:
+                os.unlink(name, dir_fd=directory)
+            os.mkdir(name, 0o700, dir_fd=directory)
+            child = _open_directory(name, directory)
+            try:
+                nothing = Tree(tree.mode, {})
+                self._restore(child, path + "/", nothing, nothing, tree, restored)
+            finally:
+                os.close(child)
+        elif now and now.kind == goal.kind == "f" and now.content == goal.content:
+            os.chmod(name, goal.mode, dir_fd=directory)
+        else:
+            self._put_back(directory, name, goal)
+
+    def _put_back(self, directory: int, name: str, goal: Entry) -> None:
+        """Make a file or a link beside its place and move it there."""
+        data = self.get(goal.content) if goal.kind == "f" else b""
+        temporary = f".agent-{secrets.token_hex(6)}"
+        try:
+            if goal.kind == "l":
+                os.symlink(goal.content, temporary, dir_fd=directory)
+            else:
+                flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+                with open(os.open(temporary, flags, 0o600, dir_fd=directory), "wb") as file:
+                    file.write(data)
+                    file.flush()
+                    os.fchmod(file.fileno(), goal.mode)
+                    os.fdatasync(file.fileno())
+            os.replace(temporary, name, src_dir_fd=directory, dst_dir_fd=directory)
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary, dir_fd=directory)
+            raise
+
+
+# --- Sandbox --------------------------------------------------------------------------------------
+# What confines a command (bubblewrap on Linux, sandbox-exec on macOS), and the running and ending of commands.
+# Covered: in the sandbox nothing outside the workspace and a private /tmp can be written, secrets of the home
+# directory and the agent's own files are not there, the network is off, nothing outlives the call. Everywhere: a
+# command ends when its shell exits, no terminal, no standard input, a time limit, bounded memory, nothing left.
+# Not covered: what is written into the workspace and run later by someone else; CPU and memory use; a unix socket in
+# the home directory; the name of a setuid file that root leaves in the workspace. Without a sandbox nothing is
+# confined, and a process that emptied its environment survives if the agent itself is killed with SIGKILL.
+
+HEAD_BYTES, TAIL_BYTES = 8_000, 24_000  # of a command's output: what the model is shown
+SPOOL_BYTES, OUTPUT_LIMIT = 64 << 20, 1 << 30  # what is kept on disk; where the command is stopped
+MAX_TIMEOUT_S = 600
+DRAIN_S = 0.5  # how long to read on after the shell has exited: what it started may hold the pipe open for ever
+LEFTOVER_S = 0.25  # what the shell leaves running (tee) may end by itself
+MIN_FREE_BYTES = 500 << 20
+MAX_COMMAND_BYTES = 128_000  # the kernel's limit for one argument
+
+# The shell that runs the command as "$0": no core files, first to go when memory ends. Inside a process namespace
+# of its own it also waits for what the command left running, and says what it stopped.
+PRELUDE = "echo 800 2>/dev/null >/proc/self/oom_score_adj; ulimit -c 0; "
+PLAIN_SHELL = PRELUDE + 'exec SHELL -c "$0"'
+BOXED_SHELL = PRELUDE + (
+    'ulimit -u 2048; exec 3>&2 2>/dev/null; SHELL -c "$0" 2>&3 3>&-; r=$?\n'
+    "for i in 1 2 3 4 5; do set -- /proc/[0-9]*; [ $# -le 2 ] && exit $r; sleep .05; done\n"
+    'echo "[$(($# - 2)) process(es) left running were stopped; background=true keeps one]"; exit $r'
+)
+BOXED_ENVIRONMENT = {
+    "TMPDIR": "/tmp", "PIP_CACHE_DIR": "/tmp/.pip", "UV_CACHE_DIR": "/tmp/.uv", "npm_config_cache": "/tmp/.npm",
+    "GOCACHE": "/tmp/.go",
+}  # fmt: skip
+WATCHER = (  # outlives a killed agent just long enough to end what carries its tag
+    "read -r _; for i in 1 2 3; do for p in /proc/[0-9]*; do"
+    ' grep -qs "$0" "$p/environ" && kill -9 "${p#/proc/}"; done; done'
+)
+
+
+def find_program(name: str, search_path: str, workspace: Path) -> str | None:
+    """The absolute path of a program, never one that lies in the workspace."""
+    for folder in search_path.split(os.pathsep):
+        real = Path(os.path.realpath(folder))
+        if not os.path.isabs(folder) or _is_below(real, workspace):
+            continue
+        if found := shutil.which(name, path=folder):
+            return found
+    return None
+
+
+def make_scratch(state_dir: Path) -> tuple[Path, int]:
+    """A new private directory for the /tmp of this run's commands, and the lock that keeps it from being removed.
+
+    Those of runs that are gone are removed. Raises OSError.
+    """
+    parent = state_dir / "tmp"
+    parent.mkdir(parents=True, exist_ok=True)
+    os.chmod(state_dir, 0o700)
+    os.chmod(parent, 0o700)
+    door = os.open(parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(door, fcntl.LOCK_EX)
+        for old in parent.iterdir():
+            with contextlib.suppress(OSError):
+                lock = os.open(old, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(old, ignore_errors=True)
+                finally:
+                    os.close(lock)
+        scratch = Path(tempfile.mkdtemp(dir=parent, prefix="run-"))
+        lock = os.open(scratch, os.O_RDONLY | os.O_DIRECTORY)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return scratch, lock
+    finally:
+        os.close(door)
+
+
+def seatbelt_profile(workspace: Workspace, network: bool, read_only: bool) -> str:
+    """The profile for macOS' sandbox-exec; the last matching rule wins. Written from its documentation, not tried."""
+
+    def quoted(path: Path) -> str:
+        return json.dumps(str(path), ensure_ascii=False)
+
+    git = workspace.root / ".git"
+    writable = [workspace.scratch or workspace.root] + ([] if read_only else [workspace.root])
+    rules = ["(version 1)", "(deny default)", '(import "system.sb")', "(allow process-exec process-fork)"]
+    rules += ["(allow signal (target same-sandbox))", "(allow file-read*)", '(allow file-write* (subpath "/dev/fd"))']
+    rules += [f"(allow file-write* (subpath {quoted(path)}))" for path in writable]
+    rules += [f"(deny file-read* file-write* (subpath {quoted(path)}))" for path in workspace.hidden]
+    rules += [f"(allow file-read* file-write* (subpath {quoted(workspace.scratch or workspace.root)}))"]
+    rules += [f"(deny file-write* (subpath {quoted(git / 'hooks')}) (literal {quoted(git / 'config')}))"]
+    rules += [f"(deny file-write* (literal {quoted(Path(os.path.realpath(__file__)))}))"]
+    rules += ["(allow network*)"] if network else []
+    return "\n".join(rules)
+
+
+@dataclass(frozen=True)
+class Sandbox:
+    """How commands are confined on this machine.
+
+    `level` 0: everything; 1: bubblewrap before 0.8 (nested user namespaces, no limit for /dev/shm); 2: also
+    without a /proc of its own, as in many containers.
+    """
+
+    program: str
+    workspace: Workspace
+    shell: str
+    level: int = 0
+
+    @functools.cached_property
+    def _begin(self) -> list[str]:
+        """The part of the argument list that never changes."""
+        begin = [self.program, *shlex.split("--die-with-parent --new-session --unshare-user --unshare-pid")]
+        begin += shlex.split("--unshare-ipc --unshare-uts --unshare-cgroup-try --cap-drop ALL --ro-bind / / --dev /dev")
+        begin += ["--disable-userns"] if self.level == 0 else []
+        # As root, /proc/sys/kernel/core_pattern would be writable, and is code that the kernel runs as root.
+        begin += shlex.split("--proc /proc --ro-bind-try /proc/sys /proc/sys") if self.level < 2 else []
+        begin += shlex.split("--tmpfs /run --ro-bind-try /run/systemd/resolve /run/systemd/resolve")
+        begin += shlex.split(f"--size {256 << 20} --perms 1777 --tmpfs /dev/shm") if self.level == 0 else []
+        scratch = str(self.workspace.scratch)
+        return [*begin, "--bind", scratch, "/tmp", "--bind", scratch, "/var/tmp"]
+
+    def _protected(self, read_only: bool) -> Iterator[str]:
+        """The workspace, what must not be changed in it, and what is hidden: only what exists, so for each call anew.
+
+        A mount point that does not exist would fail on the read-only root and, in the workspace, be left behind.
+        """
+        root = str(self.workspace.root)
+        yield from ("--ro-bind" if read_only else "--bind", root, root)
+        git = self.workspace.root / ".git"
+        if git.is_dir() and not git.is_symlink() and not read_only:
+            with contextlib.suppress(OSError):
+                (git / "hooks").mkdir(exist_ok=True)  # a missing one could be made by the command
+            yield from ("--bind", str(git), str(git))  # a mount point cannot be renamed away
+            for path in (git / "hooks", git / "config", git / "config.worktree", git / "modules"):
+                if path.exists():
+                    yield from ("--ro-bind", str(path), str(path))
+        program = os.path.realpath(__file__)
+        if _is_below(Path(program), self.workspace.root):
+            yield from ("--ro-bind", program, program)
+        for path in self.workspace.hidden:
+            if _is_below(path, Path("/tmp")) and not _is_below(path, self.workspace.root):
+                continue  # the private /tmp hides it already
+            if path.is_dir():
+                yield from ("--tmpfs", str(path))
+            elif path.is_file():
+                yield from ("--ro-bind", "/dev/null", str(path))
+
+    def wrap(self, command: str, network: bool, read_only: bool = False, holder: int = 0) -> list[str]:
+        """The argument list that runs a shell command confined. `holder`: join the private network of that process."""
+        if self.program.endswith("sandbox-exec"):
+            profile = seatbelt_profile(self.workspace, network, read_only)
+            return [self.program, "-p", profile, self.shell, "-c", PLAIN_SHELL.replace("SHELL", self.shell), command]
+        join = ["nsenter", "-t", str(holder), "-U", "-n", "--preserve-credentials"] if holder and not network else []
+        alone = [] if network or holder else ["--unshare-net"]
+        script = (BOXED_SHELL if self.level < 2 else PLAIN_SHELL).replace("SHELL", self.shell)
+        end = ["--chdir", str(self.workspace.root), "--", self.shell, "-c", script, command]
+        return [*join, *self._begin, *alone, *self._protected(read_only), *end]
+
+
+APPARMOR_ADVICE = (
+    "the system forbids user namespaces to bubblewrap; on Ubuntu: sudo apt install apparmor-profiles && sudo install"
+    " -m644 /usr/share/apparmor/extra-profiles/bwrap-userns-restrict /etc/apparmor.d/ && sudo apparmor_parser -r"
+    " /etc/apparmor.d/bwrap-userns-restrict"
+)
+
+
+def _probe_script(workspace: Workspace, canary: Path, port: int) -> str:
+    """A script that prints one line for each thing that the sandbox should prevent and does not."""
+    quote = shlex.quote
+    here, home = quote(str(workspace.root)), quote(str(workspace.home or "/"))
+    return f"""echo ran
+        touch {here}/.agent-probe && rm {here}/.agent-probe || echo the workspace is not writable; exec 2>&-
+        touch {home}/.agent-probe
+        cat {quote(str(canary))} && echo session files are readable
+        cat /proc/{os.getpid()}/environ >&- && echo the agent is readable
+        (: </dev/tcp/127.0.0.1/{port}) && echo the network is reachable
+        [ -w /proc/sys/kernel/core_pattern ] && echo kernel settings are writable; :"""
+
+
+def _why_not(output: str) -> str:
+    """The reason why the probe failed, in words that help."""
+    if "RTM_NEWADDR" in output or "uid map: Permission denied" in output:
+        return APPARMOR_ADVICE
+    if "No permissions to create new namespace" in output:
+        return "this container or kernel allows no user namespaces"
+    lines = output.strip().removeprefix("ran").strip().splitlines()
+    return lines[-1] if lines else "the probe printed nothing"
+
+
+def probe_sandbox(workspace: Workspace, state_dir: Path, search_path: str) -> tuple[Sandbox | None, str]:
+    """Try the sandbox by its effect, with the real argument list. Returns (sandbox, "") or (None, why it fails)."""
+    import socket
+    import subprocess
+
+    name = "sandbox-exec" if sys.platform == "darwin" else "bwrap"
+    program = "/usr/bin/sandbox-exec" if name == "sandbox-exec" else find_program(name, search_path, workspace.root)
+    shell = find_program("bash", search_path, workspace.root)
+    if not program or not os.path.exists(program):
+        return None, "bubblewrap is not installed"
+    if not shell:
+        return None, "there is no bash"
+    if workspace.home and _is_below(Path(os.path.realpath(workspace.home)), workspace.root):
+        return None, "the workspace holds your home directory"
+    reasons = []
+    canary = state_dir / "canary"
+    canary.write_text("canary")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        script = _probe_script(workspace, canary, server.getsockname()[1])
+        for level in (0, 1, 2) if name == "bwrap" else (0,):
+            sandbox = Sandbox(program, workspace, shell, level)
+            try:
+                done = subprocess.run(
+                    sandbox.wrap(script, network=False), cwd=workspace.root, stdin=subprocess.DEVNULL,
+                    capture_output=True, text=True, timeout=10, start_new_session=True,
+                )  # fmt: skip
+            except (OSError, subprocess.TimeoutExpired) as exc:
+                reasons.append(str(exc))
+                continue
+            trace = (workspace.home or Path("/")) / ".agent-probe"
+            if os.path.lexists(trace):  # looked at from here: in there a home below /tmp is another one
+                trace.unlink()
+                reasons.append("the home directory is writable")
+                continue
+            if done.stdout == "ran\n":
+                return sandbox, ""
+            reasons.append(_why_not(done.stdout if "ran\n" in done.stdout else done.stdout + done.stderr))
+    return None, "; ".join(dict.fromkeys(reasons))
+
+
+class CommandOutput:
+    """A stream of bytes in bounded memory: its first and last ones; all of it on disk once that is not enough.
+
+    The spool lies where commands can write too: it is only ever written to, never read back.
+    """
+
+    def __init__(self, spool: Path, spool_name: str, at_once: bool = False) -> None:
+        self.head = b""
+        self.tail = b""
+        self.total = 0
+        self.spool = spool
+        self.spool_name = spool_name
+        self._file: IO[bytes] | None = None
+        self._free_at_start = shutil.disk_usage(spool.parent).free
+        if at_once:
+            self._open_spool()
+
+    def _open_spool(self) -> None:
+        with contextlib.suppress(OSError):
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+            self._file = os.fdopen(os.open(self.spool, flags, 0o600), "wb", buffering=0)
+            self._file.write(self.head + self.tail)
 
     def add(self, data: bytes) -> None:
         """Take the next bytes."""
+        if self._file is None and self.total <= HEAD_BYTES + TAIL_BYTES < self.total + len(data):
+            self._open_spool()
+        if self._file and self.total < SPOOL_BYTES:
+            with contextlib.suppress(OSError):  # a full disk must not end the command's result too
+                self._file.write(data[: SPOOL_BYTES - self.total])
         self.total += len(data)
         room = HEAD_BYTES - len(self.head)
         if room > 0:
             self.head, data = self.head + data[:room], data[room:]
-        if data:
-            self.tail = (self.tail + data)[-TAIL_BYTES:]
+        self.tail = (self.tail + data)[-TAIL_BYTES:]
+
+    def overrun(self) -> str:
+        """Why the command has to be stopped, "" as long as it does not."""
+        if self.total > OUTPUT_LIMIT:
+            return f"stopped after {self.total >> 20} MiB of output"
+        free = shutil.disk_usage(self.spool.parent).free
+        if free < min(MIN_FREE_BYTES, self._free_at_start // 2):
+            return f"stopped because the disk is nearly full ({free >> 20} MiB free)"
+        return ""
+
+    def close(self) -> None:
+        """Nothing more comes."""
+        if self._file:
+            self._file.close()
 
     def text(self) -> str:
-        """What was kept, decoded, with a line that says what is missing."""
+        """What was kept, as text for the model, with a line that says what is missing."""
+        if b"\0" in self.head:
+            where = f", saved in {self.spool_name}" if self._file else ""
+            return f"[binary output, {self.total} bytes{where}]"
         missing = self.total - len(self.head) - len(self.tail)
-        middle = f"\n[... {missing} bytes left out ...]\n".encode() if missing else b""
-        return (self.head + middle + self.tail).decode("utf-8", "replace")
+        note = f"\n[... {missing} bytes left out; all in {self.spool_name} ...]\n" if missing else ""
+        return clean((self.head + note.encode() + self.tail).decode("utf-8", "replace"))
 
 
 @dataclass(frozen=True)
-class CommandEnd:
-    """How a command ended. `status`: its exit code, or None when it was stopped; `how`: in words."""
+class _Process:
+    """A line of the process table."""
 
-    output: str
-    status: int | None
-    how: str
-
-
-async def _kill_group(process: asyncio.subprocess.Process) -> None:
-    """End what is left of the process group, politely first, when the program itself still runs."""
-    for number, patience_s in ((signal.SIGINT, 0.3), (signal.SIGTERM, 0.7), (signal.SIGKILL, 5)):
-        if process.returncode is not None:
-            break
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, number)
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(process.wait(), patience_s)
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
+    parent: int
+    session: int
+    tag: bytes
 
 
-async def run_command(
-    argv: Sequence[str],
-    cwd: Path,
-    environ: Mapping[str, str],
-    timeout_s: float,
-    interrupt: asyncio.Event,
-    emit: Callable[[str], None],
-) -> CommandEnd:
-    """Run one program to its end and return its output, stdout and stderr merged in order.
+def _process_table() -> dict[int, _Process]:
+    """The living processes that we may look at; empty where there is no /proc."""
+    table = {}
+    for name in filter(str.isdigit, os.listdir("/proc") if os.path.isdir("/proc") else ()):
+        with contextlib.suppress(OSError):
+            state, parent, _, session, *_ = Path(f"/proc/{name}/stat").read_bytes().rpartition(b")")[2].split()
+            if state != b"Z":
+                tag = b"?"  # not ours to look at
+                with contextlib.suppress(OSError):
+                    tag = Path(f"/proc/{name}/environ").read_bytes().partition(b"AGENT_CALL=")[2][:32]
+                table[int(name)] = _Process(int(parent), int(session), tag)
+    return table
 
-    `emit` gets pieces of the output as they come. Raises OSError when it cannot be started; every other end
-    (time limit, interrupt) is a CommandEnd that holds the output so far.
-    """
-    started = time.monotonic()
-    output = CommandOutput()
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    reading, writing = os.pipe()  # our own pipe: waiting for a subprocess with stdout=PIPE waits for EOF too
-    os.set_blocking(reading, False)
-    try:
-        process = await asyncio.create_subprocess_exec(
-            *argv, cwd=cwd, env=dict(environ), stdin=asyncio.subprocess.DEVNULL, stdout=writing, stderr=writing,
-            start_new_session=True,
-        )  # fmt: skip
-    except OSError:
-        os.close(reading)
-        raise
-    finally:
-        os.close(writing)
-    ended = asyncio.Event()
-    loop = asyncio.get_running_loop()
 
-    def read() -> None:
+def adopt_orphans() -> None:
+    """Become the parent of what our commands' processes leave behind, so that it is found (Linux)."""
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
+
+
+class Job:
+    """One running command: its processes, what it printed, and its end. Made and used on the event loop."""
+
+    def __init__(
+        self, command: str, argv: Sequence[str], cwd: Path, environ: Mapping[str, str], output: CommandOutput,
+        confined: bool, emit: Callable[[str], None],
+    ) -> None:  # fmt: skip
+        """Start the command; raises OSError or ValueError when that is not possible."""
+        import subprocess
+
+        self.command = command
+        self.output = output
+        self.confined = confined
+        self.started = time.monotonic()
+        self.how = ""  # how it ended, in words
+        self.status: int | None = None  # the exit code of a command that ended by itself
+        self.exited = asyncio.Event()
+        self._emit = emit
+        self._tag = secrets.token_hex(16)
+        self._unseen = b""
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._eof = asyncio.Event()
+        self._pipe, writing = os.pipe()  # our own: a file object's end of file may come long after the exit
+        os.set_blocking(self._pipe, False)
         try:
-            data = os.read(reading, 1 << 16)
+            self.process = subprocess.Popen(
+                argv, cwd=cwd, env={**environ, "AGENT_CALL": self._tag}, stdin=subprocess.DEVNULL, stdout=writing,
+                stderr=writing, start_new_session=True,
+            )  # fmt: skip
+        except (OSError, ValueError):
+            os.close(self._pipe)
+            output.close()
+            raise
+        finally:
+            os.close(writing)
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._pipe, self._read)
+        self._watching = asyncio.ensure_future(self._watch())
+
+    async def _watch(self) -> None:
+        """Set `exited` when the shell has ended."""
+        if hasattr(os, "pidfd_open"):
+            handle, ended = os.pidfd_open(self.process.pid), asyncio.Event()
+            self._loop.add_reader(handle, ended.set)
+            try:
+                await ended.wait()
+            finally:
+                self._loop.remove_reader(handle)
+                os.close(handle)
+        while self.process.poll() is None:
+            await asyncio.sleep(0.02)
+        self.exited.set()
+
+    def _read(self) -> None:
+        try:
+            data = os.read(self._pipe, 1 << 16)
         except BlockingIOError:
             return
         if not data:
-            loop.remove_reader(reading)
-            ended.set()
+            self._close()
             return
-        output.add(data)
-        emit(decoder.decode(data))
+        self.output.add(data)
+        if not self._unseen:  # at most ten updates a second, and of a flood only its end
+            self._loop.call_later(0.1, self._show)
+        self._unseen = (self._unseen + data)[-4096:]
 
-    loop.add_reader(reading, read)
-    status: int | None = None
-    try:
-        status = await interruptible(process.wait(), interrupt, timeout_s)
-        how = f"exit code {status}" if status >= 0 else f"killed by {signal.Signals(-status).name}"
-    except TimeoutError:
-        how = f"timed out after {timeout_s:g} s"
-    except Interrupted:
-        how = "interrupted by the user"
-    finally:
-        await _kill_group(process)
+    def _show(self) -> None:
+        data, self._unseen = self._unseen, b""
+        if data:
+            self._emit(self._decoder.decode(data))
+
+    def _close(self) -> None:
+        if not self._eof.is_set():
+            self._loop.remove_reader(self._pipe)
+            os.close(self._pipe)
+            self.output.close()
+            self._show()
+            self._eof.set()
+
+    def _alive(self) -> set[int]:
+        """The processes of this command: below its shell, adopted by us, or marked with its tag."""
+        if not os.path.isdir("/proc"):
+            try:
+                os.killpg(self.process.pid, 0)
+            except OSError:
+                return set()
+            return {-self.process.pid}  # the process group
+        table, us = _process_table(), os.getpid()
+        tag, own_session = self._tag.encode(), os.getsid(0)
+        found = {pid for pid, entry in table.items() if entry.tag == tag or pid == self.process.pid}
+        if not self.confined:  # an orphan without a tag emptied its environment
+            found |= {p for p, e in table.items() if e.parent == us and e.session != own_session and not e.tag}
+        more = found
+        while more := {pid for pid, entry in table.items() if entry.parent in found} - found:
+            found |= more
+        return found & table.keys()
+
+    async def run(self, timeout_s: float, interrupt: asyncio.Event) -> None:
+        """Wait for the end: the shell's exit, the limit, the interrupt. Then nothing of the command is left."""
+        reason = "stopped"
+        try:
+            reason = await self._until_end(timeout_s, interrupt)
+        finally:
+            await self.end(reason)
+
+    async def _until_end(self, timeout_s: float, interrupt: asyncio.Event) -> str:
+        """Why the waiting is over; "" when the shell has exited."""
+        deadline = time.monotonic() + timeout_s
+        while not self.exited.is_set():
+            rest_s = deadline - time.monotonic()
+            if rest_s <= 0:
+                return f"timed out after {timeout_s:g} s"
+            if reason := self.output.overrun():
+                return reason
+            try:
+                await interruptible(self.exited.wait(), interrupt, min(rest_s, 0.5))
+            except TimeoutError:
+                continue
+            except Interrupted:
+                return "interrupted by the user"
+        return ""
+
+    async def end(self, reason: str) -> None:
+        """Stop what still runs, read what is still in the pipe, and note how it ended."""
+        code = self.process.returncode
+        left = await self._stop()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(ended.wait(), DRAIN_S)
-        loop.remove_reader(reading)
-        os.close(reading)
-    return CommandEnd(output.text(), status, f"{how}, {time.monotonic() - started:.1f} s")
+            await asyncio.wait_for(self._eof.wait(), DRAIN_S)
+        self._close()
+        if not reason and code is not None:
+            self.status = code
+            number = -code if code < 0 else code - 128
+            named = f" ({signal.Signals(number).name})" if number in set(signal.Signals) else ""
+            reason = f"exit code {code if code >= 0 else 128 + number}{named}"
+            reason += f"; {left} process(es) left running were stopped; background=true keeps one" if left else ""
+        self.how = f"{reason}, {time.monotonic() - self.started:.1f} s"
+
+    async def _stop(self) -> int:
+        """End the processes, politely first; how many there were. bwrap itself is only killed: it ends all at once."""
+        if self.exited.is_set() and self.confined:
+            return 0  # the process namespace is gone, and all in it
+        left, spared = 0, {self.process.pid} if self.confined else set()
+        polite = [(0, LEFTOVER_S)] if self.exited.is_set() else [(signal.SIGINT, 0.3)]
+        for number, patience_s in (*polite, (signal.SIGTERM, 0.7), (signal.SIGKILL, 2.0)):
+            told: set[int] = set()
+            deadline = time.monotonic() + patience_s
+            while (alive := self._alive()) and time.monotonic() < deadline:
+                left = max(left, len(alive)) if number else left
+                for pid in alive - told - (spared if number != signal.SIGKILL else set()):
+                    with contextlib.suppress(OSError):
+                        os.kill(pid, number)
+                told |= alive if number != signal.SIGKILL else set()
+                await asyncio.sleep(0.03)
+                self._reap(told | alive)
+            if not alive:
+                break
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.exited.wait(), 2)
+        return left
+
+    def _reap(self, pids: Iterable[int]) -> None:
+        """Bury adopted children; never all of them, others wait for theirs."""
+        for pid in pids:
+            if pid > 0 and pid != self.process.pid:
+                with contextlib.suppress(OSError):
+                    os.waitpid(pid, os.WNOHANG)
+
+    def kill(self) -> None:
+        """End everything at once, without waiting: for the end of the program."""
+        for _ in range(3):
+            for pid in self._alive():
+                with contextlib.suppress(OSError):
+                    os.kill(pid, signal.SIGKILL)
+
+
+class Jobs:
+    """Starts commands and keeps those in the background. One for a run of the program; `close` ends them all."""
+
+    def __init__(
+        self,
+        workspace: Workspace,
+        environ: Mapping[str, str],
+        sandbox: Sandbox | None = None,
+        folder: Path | None = None,
+    ) -> None:
+        """`folder`: where whole outputs are kept; removed in the end. In the sandbox it is /tmp."""
+        self.workspace = workspace
+        self.sandbox = sandbox
+        self._folder = folder
+        self.background: dict[int, Job] = {}
+        self._environ = environ
+        self._shell = find_program("bash", self._search_path(), workspace.root) or "/bin/sh"
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._told: set[int] = set()
+        self._holder: subprocess.Popen[bytes] | None = None
+        self._holder_pid = 0
+        self._watcher: subprocess.Popen[bytes] | None = None
+        self._session_tag = secrets.token_hex(16)
+
+    def _search_path(self) -> str:
+        return self._environ.get("PATH", os.defpath)
+
+    @property
+    def folder(self) -> Path:
+        """Where whole outputs are kept."""
+        if self._folder is None:
+            self._folder = Path(tempfile.mkdtemp(prefix="agent-output-"))
+        return self._folder
+
+    def _network_holder(self, sandbox: Sandbox) -> int:
+        """A process whose private network the sandboxed calls share from now on, so that they reach a server of ours.
+
+        0 where it cannot be had. It ends with us. Started for the first background job only.
+        """
+        import subprocess
+
+        nsenter = find_program("nsenter", self._search_path(), self.workspace.root)
+        if self._holder is None and nsenter and sandbox.program.endswith("bwrap"):
+            argv = [sandbox.program, *shlex.split("--die-with-parent --unshare-user --unshare-net --bind / /")]
+            argv += [sandbox.shell, "-c", "echo $$; exec sleep infinity"]
+            environ = {"PATH": self._search_path(), "AGENT_CALL": "holder"}
+            self._holder = subprocess.Popen(
+                argv, env=environ, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, start_new_session=True
+            )
+        if self._holder and self._holder.stdout and not self._holder_pid:
+            self._holder_pid = int(self._holder.stdout.readline() or 0)
+        return self._holder_pid
+
+    def _watch_over(self) -> None:
+        """See to it that unsandboxed commands are found when they go astray, and end when we are killed."""
+        import subprocess
+
+        if self._watcher is None and os.path.isdir("/proc"):
+            adopt_orphans()
+            argv = ["/bin/sh", "-c", WATCHER, self._session_tag]
+            environ = {"PATH": self._search_path(), "AGENT_CALL": "watcher"}
+            self._watcher = subprocess.Popen(argv, env=environ, stdin=subprocess.PIPE, start_new_session=True)
+
+    def start(
+        self, command: str, emit: Callable[[str], None] = lambda text: None, *, network: bool = False,
+        unsandboxed: bool = False, read_only: bool = False, background: bool = False,
+    ) -> Job:  # fmt: skip
+        """Start a command; raises OSError or ValueError when that is not possible."""
+        sandbox = None if unsandboxed else self.sandbox
+        if sandbox:
+            holder = self._network_holder(sandbox) if background and not network else self._holder_pid
+            argv = sandbox.wrap(command, network, read_only, holder)
+            environ = {**self._environ, **BOXED_ENVIRONMENT}
+        else:
+            self._watch_over()
+            argv = [self._shell, "-c", PLAIN_SHELL.replace("SHELL", self._shell), command]
+            environ = {**self._environ, "AGENT_SESSION": self._session_tag}
+        number = max(self.background, default=0) + 1
+        name = f"job-{number}.log" if background else f"call-{secrets.token_hex(4)}.log"
+        output = CommandOutput(self.folder / name, f"/tmp/{name}" if sandbox else str(self.folder / name), background)
+        in_namespace = bool(sandbox and sandbox.program.endswith("bwrap"))
+        job = Job(command, argv, self.workspace.root, environ, output, in_namespace, emit)
+        if background:
+            self.background[number] = job
+            self._tasks[number] = asyncio.ensure_future(job.run(math.inf, asyncio.Event()))
+        return job
+
+    async def stop(self, number: int) -> str:
+        """End a background job; a line that says so."""
+        job = self.background.get(number)
+        if job is None:
+            return f"there is no job {number}"
+        self._tasks[number].cancel()
+        await asyncio.gather(self._tasks[number], return_exceptions=True)
+        return self.describe(number)
+
+    def describe(self, number: int) -> str:
+        """One line about a background job."""
+        job = self.background[number]
+        state = job.how or f"running for {time.monotonic() - job.started:.0f} s"
+        return f"job {number}: {state}, output in {job.output.spool_name}: {one_line(job.command)}"
+
+    def news(self) -> list[str]:
+        """One line for each background job that has ended since this was asked last."""
+        ended = [number for number, job in self.background.items() if job.how and number not in self._told]
+        self._told.update(ended)
+        return [self.describe(number) for number in ended]
+
+    async def close(self) -> None:
+        """End all jobs; nothing is left, on disk neither."""
+        for number in self.background:
+            if not self.background[number].how:
+                await self.stop(number)
+        for helper in filter(None, (self._holder, self._watcher)):
+            helper.kill()
+            helper.wait()
+        if self._folder:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
 
 # --- Tools ----------------------------------------------------------------------------------------
 # The four tools, each with its JSON schema beside it, and the check of what the model passes to them.
-# A tool returns a ToolResult or raises ToolError; both end as the answer to the call.
+# A tool returns a ToolResult or raises ToolError; both end as the answer to the call. `preview` says beforehand what
+# a call would do, without doing it: that is what approval decides on.
 
 Risk = Literal["read", "write", "exec"]
 
 
 @dataclass
 class ToolContext:
-    """What a running tool may use."""
+    """What a running tool may use. `read_only`: commands must not change the workspace."""
 
     config: Config
     workspace: Workspace
-    sandbox: bool
+    sandbox: Sandbox | None
     interrupt: asyncio.Event
     emit: Callable[[str], None] = lambda text: None
+    jobs: Jobs = None  # type: ignore[assignment]
+    read_only: bool = False
+
+    def __post_init__(self) -> None:
+        if self.jobs is None:
+            self.jobs = Jobs(self.workspace, self.config.command_environment, self.sandbox)
+
+    def secrets(self) -> dict[str, str]:
+        """Name and value of the secrets that are hidden from the model and the session log."""
+        return {**self.workspace.env_file_secrets(), **self.config.secrets}
+
+
+@dataclass(frozen=True)
+class Preview:
+    """What one call would do. `detail`: the whole command or the diff; `concern`: what speaks against it, or "".
+
+    `reason`: the model's own words. `harmless`: it only looks, in the workspace. `confined`: by the sandbox.
+    """
+
+    risk: Risk
+    subject: str
+    detail: str = ""
+    concern: str = ""
+    reason: str = ""
+    harmless: bool = False
+    confined: bool = False
 
 
 @dataclass(frozen=True)
 class Tool:
-    """A capability offered to the model. `preview` says for the user what a call would do."""
+    """A capability offered to the model. `source`: what its results make the model read, "" when nothing foreign."""
 
     name: str
     description: str
     parameters: dict[str, Any]
     risk: Risk
     run: Callable[[ToolContext, dict[str, Any]], Awaitable[ToolResult]]
-    preview: Callable[[ToolContext, dict[str, Any]], str]
+    preview: Callable[[ToolContext, dict[str, Any]], Preview]
+    source: str = ""
 
 
 def _object(required: Sequence[str], **properties: dict[str, Any]) -> dict[str, Any]:
@@ -867,73 +2313,299 @@ def _boolean(description: str) -> dict[str, Any]:
     return {"type": "boolean", "description": description}
 
 
+LOOKING = {
+    "cat": "", "cut": "", "du": "", "file": "-[a-zA-Z]*C.*|--compile",
+    "grep": "-[a-zA-Z]*[Rf].*|--dereference.*|--file.*", "head": "", "ls": "", "md5sum": "", "nl": "", "pwd": "",
+    "sha256sum": "", "stat": "", "tail": "-[a-z0-9]*[fF].*|--follow.*|--retry", "wc": "--files0-from.*",
+}  # fmt: skip
+"""Programs that only look, and the options (a regular expression) with which they do more."""
+LOOKING_GIT = ("status", "log", "diff", "show", "ls-files", "rev-parse")
+LOOKING_GIT_NOT = "-O.*|--output.*|--ext.*|--textconv|--exec.*"
+RISKY_GIT_CONFIG = re.compile(r"fsmonitor|hookspath|external|textconv|filter|pager|alias|include|command|program", re.I)
+GIT_LINK = b"\0\0\xe0\0"  # the mode of a nested repository in git's index
+
+
+def _git_only_looks(workspace: Workspace) -> bool:
+    """Whether the repository runs nothing of its own when git looks at it: no hooks, no programs in its settings."""
+    git = workspace.root / ".git"
+    try:
+        settings = (git / "config").read_text("utf-8", "replace")
+        hooks = [hook for hook in (git / "hooks").iterdir() if not hook.name.endswith(".sample")]
+        nested = (git / "index").exists() and GIT_LINK in (git / "index").read_bytes()
+    except OSError:
+        return False
+    return not (RISKY_GIT_CONFIG.search(settings) or hooks or nested or (git / "config.worktree").exists())
+
+
+def _part_only_looks(words: Sequence[str], workspace: Workspace) -> bool:
+    """The same for one program with its arguments."""
+    program, *arguments = words
+    options = [argument for argument in arguments if argument.startswith("-")]
+    if program == "git":
+        if not arguments or arguments[0] not in LOOKING_GIT or not _git_only_looks(workspace):
+            return False
+        refused = LOOKING_GIT_NOT
+    elif program in LOOKING:
+        refused = LOOKING[program]
+    else:
+        return False
+    if any(re.fullmatch(refused, option) for option in options):
+        return False
+    for argument in arguments:
+        place = workspace.locate(argument.partition("=")[2] if argument.startswith("-") else argument)
+        if place.zone != "workspace" or workspace.concern(place, writing=False):
+            return False
+    return True
+
+
+def only_looks(command: str, workspace: Workspace, search_path: str) -> bool:
+    """Whether a command does no more than look at the workspace. Saves questions; it is not a protection.
+
+    Knows a few programs with their options, and says no to all else: to every character that means something to a
+    shell, to paths that lead outside, to what may hold secrets.
+    """
+    folders = search_path.split(os.pathsep)
+    planted = any(not os.path.isabs(f) or _is_below(Path(os.path.realpath(f)), workspace.root) for f in folders)
+    if planted or not re.fullmatch(r"""[\w@%+=:,./^ '"|&-]+""", command, re.ASCII):
+        return False
+    try:
+        parts = [shlex.split(part) for part in re.split(r" (?:&&|\|\||\|) ", command)]
+        return all(part and not {"|", "&"} & set("".join(part)) and _part_only_looks(part, workspace) for part in parts)
+    except (ValueError, ToolError):
+        return False
+
+
+EDITOR = re.compile(
+    r"(?:^|[;&|(]\s*)(vi|vim|nvim|nano|emacs|pico)(?![\w./-])(?!.* (?:-[eE]?s|--version|--help|--?batch)\b)"
+)
+NO_NETWORK = re.compile(
+    r"could not resolve|name resolution|network is unreachable|connection refused|getaddrinfo|enotfound|eai_again", re.I
+)
+MAX_BACKGROUND = 8
+FIRST_LOOK_S = 1.0  # how long a background job is watched, to see it fail at once
+
+
+def _hint(output: str, network: bool) -> str:
+    """Why the sandbox may have made a command fail, and what the model can do about it; "" as a rule."""
+    if "bwrap: " in output[:200]:
+        return "\n[the sandbox could not be started, so nothing was run]"
+    if "Read-only file system" in output or "Device or resource busy" in output:
+        what = "only the workspace (without .git/config and .git/hooks) and /tmp can be written"
+        return f"\n[sandbox: {what}; unsandboxed=true asks the user]"
+    if not network and NO_NETWORK.search(output):
+        return "\n[sandbox: the network is off; network=true asks the user]"
+    return ""
+
+
+async def _job_command(jobs: Jobs, command: str) -> ToolResult | None:
+    """What `jobs` and `kill %N` do here, where each call is a shell of its own; None for any other command."""
+    if command.strip() == "jobs":
+        return ToolResult("\n".join(map(jobs.describe, jobs.background)) or "no jobs")
+    found = re.fullmatch(r"\s*kill\s+(?:-\w+\s+)?%(\d+)\s*", command)
+    return ToolResult(await jobs.stop(int(found[1]))) if found else None
+
+
 async def run_shell_command(context: ToolContext, arguments: dict[str, Any]) -> ToolResult:
     """Run a command in the workspace. The result: its output, then a line with exit code and time."""
-    command = arguments["command"]
-    timeout_s = min(float(arguments.get("timeout_s") or context.config.shell_timeout_s), MAX_TIMEOUT_S)
-    argv = [shutil.which("bash") or "/bin/sh", "-c", command]
-    if context.sandbox:
-        argv = sandboxed(argv, context.workspace.root, context.config.state_dir, context.config.network)
-    environ = context.config.command_environment
+    command, jobs = arguments["command"], context.jobs
+    if result := await _job_command(jobs, command):
+        return result
+    if "\0" in command or len(command.encode()) > MAX_COMMAND_BYTES:
+        raise ToolError("The command holds a NUL or is over 128 kB. Write it to a file and run that.")
+    if editor := EDITOR.search(command):
+        raise ToolError(f"There is no terminal for {editor[1]}. Use write_to_file.")
+    background = bool(arguments.get("background"))
+    if background and sum(not job.how for job in jobs.background.values()) >= MAX_BACKGROUND:
+        raise ToolError(f"{MAX_BACKGROUND} jobs run already. Stop one with: kill %N")
+    network = bool(arguments.get("network") or context.config.network)
+    unsandboxed = bool(arguments.get("unsandboxed"))
     try:
-        end = await run_command(argv, context.workspace.root, environ, timeout_s, context.interrupt, context.emit)
+        job = jobs.start(
+            command, context.emit, network=network, unsandboxed=unsandboxed, read_only=context.read_only,
+            background=background,
+        )  # fmt: skip
     except (OSError, ValueError) as exc:
         raise ToolError(f"The command could not be started: {exc}.") from None
-    output = clean(end.output).strip("\n")
-    return ToolResult(f"{output}\n[{end.how}]".lstrip(), is_error=end.status != 0)
+    if background:
+        with contextlib.suppress(TimeoutError):
+            await interruptible(job.exited.wait(), context.interrupt, FIRST_LOOK_S)
+        number = max(jobs.background)
+        how = "" if job.exited.is_set() else f"; stop it with: kill %{number}"
+        return ToolResult(f"{job.output.text()}\n[{jobs.describe(number)}{how}]".lstrip())
+    wanted_s = float(arguments.get("timeout_s") or 0)
+    await job.run(min(wanted_s if wanted_s > 0 else context.config.shell_timeout_s, MAX_TIMEOUT_S), context.interrupt)
+    output = job.output.text().strip("\n")
+    hint = _hint(output, network) if context.sandbox and not unsandboxed and job.status else ""
+    news = "".join(f"\n[{line}]" for line in jobs.news())
+    return ToolResult(f"{output}\n[{job.how}]{hint}{news}".lstrip(), is_error=job.status != 0)
+
+
+def _preview_command(context: ToolContext, arguments: dict[str, Any]) -> Preview:
+    command = arguments["command"]
+    unsandboxed, network = bool(arguments.get("unsandboxed")), bool(arguments.get("network"))
+    concern = ""
+    if not context.sandbox:
+        concern = "there is no sandbox"
+    elif unsandboxed:
+        concern = "outside the sandbox"
+    elif network and not context.config.network:
+        concern = "with the network"
+    search_path = context.config.command_environment.get("PATH", os.defpath)
+    special = unsandboxed or network or arguments.get("background")
+    return Preview(
+        "exec", one_line(command), command, concern, arguments.get("reason") or "",
+        harmless=not special and only_looks(command, context.workspace, search_path), confined=not concern,
+    )  # fmt: skip
 
 
 RUN_SHELL_COMMAND = Tool(
     name="run_shell_command",
-    description="Run a shell command in the workspace; each call starts there anew. There is no terminal and no"
-    " standard input. Returns the output and the exit code.",
+    description="Run a bash command. Each call is a new shell that starts in the workspace (use `cd x && ...`), without"
+    " terminal and standard input. In the sandbox only the workspace and /tmp can be written, and there is no network."
+    " Returns the output and the exit code.",
     parameters=_object(
         ["command"],
-        command=_text("The command, as for bash -c."),
-        timeout_s=_integer("Time limit in seconds, at most 600."),
+        command=_text("The command."),
+        timeout_s=_integer("Time limit in seconds, default 120, at most 600."),
+        background=_boolean("Keep it running after the call, as a server; `jobs` lists, `kill %N` stops."),
+        network=_boolean("With network; the user is asked."),
+        unsandboxed=_boolean("Outside the sandbox; the user is asked."),
+        reason=_text("Why, for the user who is asked."),
     ),
     risk="exec",
     run=run_shell_command,
-    preview=lambda context, arguments: str(arguments["command"]),
+    preview=_preview_command,
+    source="output of commands",
 )
 
 
-def _list_directory(root: Path, depth: int, pattern: str) -> list[str]:
-    """Names below root, directories with a slash, sorted; a directory's content follows it."""
-    names: list[str] = []
+def ignore_rule(line: str, folder: str) -> tuple[re.Pattern[str], bool, bool] | None:
+    """(pattern for paths relative to the workspace, is a negation, only for directories) of a line in .gitignore."""
+    line = line.rstrip("\n").rstrip(" ")
+    if not line or line.startswith("#"):
+        return None
+    negated, line = line.startswith("!"), line.removeprefix("!").removeprefix("\\")
+    only_directories, line = line.endswith("/"), line.rstrip("/")
+    anywhere = "/" not in line
+    regex = "".join(
+        {"**/": "(?:.*/)?", "/**": "/.*", "**": ".*", "*": "[^/]*", "?": "[^/]"}.get(part)
+        or (re.sub(r"^\[!", "[^", part) if part.startswith("[") else re.escape(part))
+        for part in re.findall(r"\*\*/|/\*\*|\*\*|\*|\?|\[[^\]/]+\]|[^*?\[/]+|.", line.removeprefix("/"))
+    )
+    begin = re.escape(f"{folder}/" if folder else "")
+    try:
+        return re.compile(begin + ("(?:.*/)?" if anywhere else "") + regex), negated, only_directories
+    except re.error:
+        return None
 
-    def walk(directory: Path, prefix: str, levels: int) -> None:
-        entries = sorted(os.scandir(directory), key=lambda entry: entry.name)
-        for entry in entries:
-            is_directory = entry.is_dir(follow_symlinks=False)
-            name = prefix + entry.name
-            if not pattern or fnmatch.fnmatch(name, pattern) or fnmatch.fnmatch(entry.name, pattern):
-                names.append(name + "/" * is_directory)
-            if is_directory and levels > 1 and entry.name != ".git":
-                walk(Path(entry.path), name + "/", levels - 1)
 
-    walk(root, "", depth)
-    return names
+class FileLister:
+    """Lists names below a directory, level by level, so that a cap leaves out the deepest ones."""
+
+    MAX_NAMES, MAX_ENTRIES = 1000, 300_000
+
+    def __init__(self, workspace: Workspace, place: Place, depth: int, pattern: str) -> None:
+        self.workspace = workspace
+        self.place = place
+        self.depth = depth
+        self.pattern = pattern
+        self.ignored = 0
+        self.unread = 0  # directories that were not looked into, because there is too much
+        self._rules: list[tuple[re.Pattern[str], bool, bool]] = []
+
+    def names(self) -> list[str]:
+        """The names, relative to the directory, sorted, directories with a slash; at most MAX_NAMES + 1."""
+        self._read_rules(".git/info/exclude", "")
+        above = self.place.path.relative_to(self.workspace.root).parts if self.place.zone == "workspace" else ()
+        for index in range(len(above)):
+            folder = "/".join(above[:index])
+            self._read_rules(f"{folder}/.gitignore".lstrip("/"), folder)
+        if any(self._is_ignored("/".join(above[: index + 1]), True) for index in range(len(above))):
+            self._rules = []  # asked for by name: show all of it
+        top = "/".join(above)
+        names: list[str] = []
+        level, entries = [""], 0
+        for _ in range(self.depth):
+            inner: list[str] = []
+            for folder in level:
+                if len(names) > self.MAX_NAMES or entries > self.MAX_ENTRIES:
+                    self.unread += 1
+                    continue
+                for name, is_directory in self._entries(folder, f"{top}/{folder}".strip("/")):
+                    entries += 1
+                    if not self.pattern or self._matches(name):
+                        names.append(escape(name, keep="") + "/" * is_directory)
+                    if is_directory and name.rpartition("/")[2] != ".git":
+                        inner.append(name)
+            level = inner
+        return sorted(names)
+
+    def _matches(self, name: str) -> bool:
+        path = Path(name)
+        return fnmatch.fnmatch(name, self.pattern) or fnmatch.fnmatch(path.name, self.pattern.removeprefix("**/"))
+
+    def _entries(self, folder: str, from_root: str) -> Iterator[tuple[str, bool]]:
+        """(name, is a directory) of what is in a folder and not ignored; a folder that cannot be read is empty."""
+        here = dataclasses.replace(self.place, path=self.place.path / folder)
+        try:
+            directory = self.workspace.open(here, os.O_RDONLY | os.O_DIRECTORY)
+        except OSError:
+            if not folder:
+                raise
+            return
+        try:
+            with os.scandir(directory) as found:
+                entries = sorted((entry.name, entry.is_dir(follow_symlinks=False)) for entry in found)
+        finally:
+            os.close(directory)
+        if (".gitignore", False) in entries and self.place.zone == "workspace":
+            self._read_rules(f"{from_root}/.gitignore".lstrip("/"), from_root)
+        for name, is_directory in entries:
+            if self._is_ignored(f"{from_root}/{name}".lstrip("/"), is_directory):
+                self.ignored += 1
+            else:
+                yield f"{folder}/{name}".lstrip("/"), is_directory
+
+    def _read_rules(self, path: str, folder: str) -> None:
+        with contextlib.suppress(ToolError):
+            place = Place(self.workspace.root / path, "workspace", path)
+            text = self.workspace.read(place, 100_000).decode("utf-8", "replace")
+            self._rules += filter(None, (ignore_rule(line, folder) for line in text.splitlines()))
+
+    def _is_ignored(self, path: str, is_directory: bool) -> bool:
+        for pattern, negated, only_directories in reversed(self._rules):
+            if (is_directory or not only_directories) and pattern.fullmatch(path):
+                return not negated
+        return False
 
 
 async def list_files(context: ToolContext, arguments: dict[str, Any]) -> ToolResult:
     """List a directory, one name per line, directories with a slash."""
-    path = context.workspace.resolve(arguments.get("directory") or ".")
-    depth = max(1, arguments.get("depth") or 1)
+    place = context.workspace.locate(arguments.get("directory") or ".")
     pattern = arguments.get("glob") or ""
+    depth = max(1, arguments.get("depth") or (99 if pattern else 1))
+    lister = FileLister(context.workspace, place, depth, pattern)
     try:
-        names = await asyncio.to_thread(_list_directory, path, 99 if pattern and depth == 1 else depth, pattern)
+        names = await asyncio.to_thread(lister.names)
     except OSError as exc:
-        raise ToolError(f"{arguments.get('directory')}: {exc.strerror}.") from None
-    shown = [clean(name) for name in names[:1000]]
-    if len(names) > len(shown):
-        shown.append(f"[... {len(names) - len(shown)} more; name a subdirectory or a glob ...]")
-    return ToolResult("\n".join(shown) or "(empty directory)")
+        raise ToolError(f"{place.name}: {exc.strerror}.") from None
+    shown = names[: lister.MAX_NAMES] or ["(nothing matches)" if pattern else "(empty directory)"]
+    if len(names) > len(shown) or lister.unread:
+        shown.append("[... there is more; name a subdirectory or a glob ...]")
+    if lister.ignored:
+        shown.append(f"[{lister.ignored} entries that git ignores are left out]")
+    return ToolResult("\n".join(shown))
+
+
+def _preview_reading(context: ToolContext, arguments: dict[str, Any]) -> Preview:
+    place = context.workspace.locate(arguments.get("path") or arguments.get("directory") or ".")
+    concern = context.workspace.concern(place, writing=False)
+    return Preview("read", place.name, str(place.path), concern, harmless=not concern)
 
 
 LIST_FILES = Tool(
     name="list_files",
-    description="List a directory of the workspace, one name per line, directories with a slash.",
+    description="List a directory, one name per line, directories with a slash. What git ignores is left out.",
     parameters=_object(
         [],
         directory=_text("Relative path; default: the workspace."),
@@ -942,79 +2614,158 @@ LIST_FILES = Tool(
     ),
     risk="read",
     run=list_files,
-    preview=lambda context, arguments: str(arguments.get("directory") or "."),
+    preview=_preview_reading,
+    source="names of files",
 )
 
 
 @dataclass(frozen=True)
 class TextFile:
-    """A text file's content and what has to be kept when it is written again."""
+    """A text file's content, line ends as they are, and what has to be kept when it is written again."""
 
     text: str
-    encoding: str
-    line_end: str
+    encoding: str = "utf-8"
+    mark: bytes = b""
+    line_end: str = "\n"
+
+    def encode(self, text: str) -> bytes:
+        """The bytes of another text in the same form; raises ToolError for characters that it cannot hold."""
+        try:
+            return self.mark + text.encode(self.encoding, "surrogateescape" if self.encoding == "utf-8" else "strict")
+        except UnicodeEncodeError as exc:
+            char = escape(exc.object[exc.start], keep="")
+            raise ToolError(f"The file is in {self.encoding}, which has no {char!r}. Write plain characters.") from None
 
 
-def decode_file(data: bytes) -> TextFile:
-    """Decode so that nothing is lost: undecodable bytes survive as surrogates, line ends are remembered."""
-    encoding = "utf-8-sig" if data.startswith(codecs.BOM_UTF8) else "utf-8"
-    text = data.decode(encoding, "surrogateescape")
-    crlf = text.count("\r\n")
-    return TextFile(text, encoding, "\r\n" if crlf * 2 > text.count("\n") else "\n")
+MARKS = ((codecs.BOM_UTF8, "utf-8"), (codecs.BOM_UTF16_LE, "utf-16-le"), (codecs.BOM_UTF16_BE, "utf-16-be"))
 
 
-def encode_file(text: str, like: TextFile) -> bytes:
-    """Encode text as the file was: its encoding, its byte order mark, its line ends."""
-    if like.line_end == "\r\n":
-        text = re.sub(r"\r?\n", "\r\n", text)
-    return text.encode(like.encoding, "surrogateescape")
+def decode_file(data: bytes, name: str) -> TextFile:
+    """Decode so that nothing is lost: encoding it again gives the same bytes. Raises ToolError for a binary file."""
+    mark, encoding = next(((mark, name) for mark, name in MARKS if data.startswith(mark)), (b"", "utf-8"))
+    body = data[len(mark) :]
+    if encoding == "utf-8":
+        if b"\0" in body[:8000]:
+            raise ToolError(f"{name} is a binary file of {len(data)} bytes.")
+        text = body.decode("utf-8", "surrogateescape")
+        undecodable = _SURROGATES.search(text)
+        if undecodable and not re.search("[^\0-\x7f\ud800-\udfff]", text):  # no UTF-8 in it at all
+            encoding = "cp1252"
+            try:
+                text = body.decode(encoding)
+            except UnicodeDecodeError:
+                encoding = "latin-1"
+                text = body.decode(encoding)
+    else:
+        text = body.decode(encoding, "replace")
+        if text.encode(encoding, "replace") != body:
+            raise ToolError(f"{name} is a binary file of {len(data)} bytes.")
+    returns = text.count("\r\n")
+    return TextFile(text, encoding, mark, "\r\n" if returns * 2 > text.count("\n") else "\n")
 
 
-NEW_FILE = TextFile("", "utf-8", "\n")
+def _numbered(lines: Sequence[str], first: int) -> str:
+    return "\n".join(f"{number:6}  {line.rstrip()}" for number, line in enumerate(lines, first))
 
 
-def _current(workspace: Workspace, path: Path) -> TextFile:
-    return decode_file(workspace.read_bytes(path)) if path.exists() else NEW_FILE
+def _nearest(text: str, wanted: str) -> str:
+    """The places of a text that are most like `wanted`, with line numbers, as an aid to copy the right lines."""
+    lines, sought = text.splitlines(), wanted.strip("\n").splitlines() or [""]
+    bare = [line.strip() for line in lines]
+    stripped = [line.strip() for line in sought]
+    starts = [i for i in range(len(bare) - len(stripped) + 1) if bare[i : i + len(stripped)] == stripped]
+    about = "It is there with other white space"
+    if not starts:
+        about = "The nearest lines"
+        index = max(range(len(sought)), key=lambda i: len(stripped[i]))  # the most telling line
+        candidates = dict.fromkeys(line for line in bare[:20_000] if line and len(line) < 1000)
+        near = difflib.get_close_matches(stripped[index], candidates, 3, 0.6)
+        starts = [max(0, bare.index(line) - index) for line in near]
+    parts = [_numbered(lines[start : start + min(len(sought), 12)], start + 1) for start in starts[:3]]
+    return f" {about}:\n" + "\n\n".join(parts) if parts else " Nothing in it is similar."
 
 
-def _edited(workspace: Workspace, path: Path, arguments: dict[str, Any]) -> tuple[TextFile, str]:
-    """The file as it is and the text that the call would leave in it; raises ToolError."""
-    old = _current(workspace, path)
-    content, replace = arguments["content"], arguments.get("replace")
-    if not replace:
-        return old, content
-    wanted = replace.replace("\r\n", "\n")
-    text = old.text.replace("\r\n", "\n") if old.line_end == "\r\n" else old.text
-    count = text.count(wanted)
-    if count != 1:
-        found = "does not occur" if count == 0 else f"occurs {count} times"
-        raise ToolError(
-            f"The text in `replace` {found} in {workspace.relative(path)}; it must occur exactly once."
-            " Read the file again and copy the lines exactly."
-        )
-    return old, text.replace(wanted, content)
+def replace_once(file: TextFile, wanted: str, content: str, name: str) -> str:
+    """The file's text with the one occurrence of `wanted` replaced; raises ToolError when it is not exactly one.
+
+    A line end in `wanted` matches whichever form the file has; all outside the occurrence stays as it is.
+    """
+    pieces = wanted.replace("\r\n", "\n").split("\n")
+    pattern = r"(?:\r\n|(?<!\r)\n)".join(map(re.escape, pieces))
+    found = [match.span(1) for match in re.finditer(f"(?=({pattern}))", file.text)]
+    if len(found) != 1:
+        wrong = f"occurs {len(found)} times"
+        if found:
+            where = ", ".join(str(file.text.count("\n", 0, start) + 1) for start, _ in found[:10])
+            advice = f" (lines {where}). Add lines around it until it is unique."
+        else:
+            wrong, advice = "does not occur", "." + _nearest(file.text, wanted)
+        raise ToolError(f"The text in `replace` {wrong} in {name}; it must occur exactly once{advice}")
+    start, end = found[0]
+    old = file.text[start:end]
+    line_end = file.line_end if "\n" not in old else "\r\n" if "\r\n" in old else "\n"
+    content = content.replace("\r\n", "\n").replace("\n", line_end)
+    return file.text[:start] + content + file.text[end:]
+
+
+@dataclass(frozen=True)
+class Edit:
+    """What a call of write_to_file comes to: the file before, None if it is new, and the text and bytes after."""
+
+    old: TextFile | None
+    text: str
+    data: bytes
+    stale: bool
+
+
+def _edit(context: ToolContext, place: Place, arguments: dict[str, Any]) -> Edit:
+    """Work out what would be written; raises ToolError. Changes nothing."""
+    workspace, content, wanted = context.workspace, arguments["content"], arguments.get("replace")
+    if not workspace.exists(place):
+        if wanted:
+            raise ToolError(f"{place.name} does not exist, so nothing in it can be replaced.")
+        return Edit(None, content, TextFile("").encode(content), stale=False)
+    data = workspace.read(place, EDIT_LIMIT)
+    workspace.remember(place, data, again=False)
+    old, stale = decode_file(data, place.name), workspace.is_stale(place, data)
+    present = {name: value for name, value in context.secrets().items() if value in old.text}
+    for name, value in present.items():  # the model was shown the name in the place of the value
+        content = content.replace(f"[secret {name}]", value)
+        wanted = wanted and wanted.replace(f"[secret {name}]", value)
+    if wanted:
+        text = replace_once(old, wanted, content, place.name)
+    elif stale:
+        raise ToolError(f"{place.name} has changed on disk since you read it. Read it again before you overwrite it.")
+    else:
+        text = content if old.line_end == "\n" else content.replace("\r\n", "\n").replace("\n", "\r\n")
+    return Edit(old, text, old.encode(text), stale)
 
 
 async def write_to_file(context: ToolContext, arguments: dict[str, Any]) -> ToolResult:
     """Create or overwrite a file, or replace one unique text in it. The display is the diff."""
-    path = context.workspace.resolve(arguments["path"])
-    old, text = _edited(context.workspace, path, arguments)
-    context.workspace.write_bytes(path, encode_file(text, old))
-    name = context.workspace.relative(path)
-    lines = text.count("\n") + (not text.endswith("\n") and text != "")
-    return ToolResult(f"File written: {name}, {lines} lines.", display=diff(old.text, text, name))
+    place = context.workspace.locate(arguments["path"])
+    edit = await asyncio.to_thread(_edit, context, place, arguments)
+    await asyncio.to_thread(context.workspace.write, place, edit.data)
+    lines = edit.text.count("\n") + (not edit.text.endswith("\n") and edit.text != "")
+    note = " It had changed on disk since you read it; only this text was replaced." if edit.stale else ""
+    before = edit.old.text if edit.old else ""
+    return ToolResult(
+        f"File written: {place.name}, {lines} lines.{note}", display=diff(before, edit.text, place.name) or None
+    )
 
 
-def _preview_write(context: ToolContext, arguments: dict[str, Any]) -> str:
-    path = context.workspace.resolve(arguments["path"])
-    old, text = _edited(context.workspace, path, arguments)
-    return diff(old.text, text, context.workspace.relative(path))
+def _preview_write(context: ToolContext, arguments: dict[str, Any]) -> Preview:
+    place = context.workspace.locate(arguments["path"])
+    edit = _edit(context, place, arguments)
+    concern = context.workspace.concern(place, writing=True)
+    shown = diff(edit.old.text if edit.old else "", edit.text, place.name)
+    return Preview("write", place.name, shown or "(the content stays the same)", concern, confined=not concern)
 
 
 WRITE_TO_FILE = Tool(
     name="write_to_file",
-    description="Create or overwrite a file in the workspace with content. With `replace`, that exact text, which"
-    " must occur once in the file, is replaced by content instead.",
+    description="Create or overwrite a file with content. With `replace`, that exact text, which must occur once in the"
+    " file, is replaced by content instead.",
     parameters=_object(
         ["path", "content"],
         path=_text("Relative path; missing directories are created."),
@@ -1026,48 +2777,171 @@ WRITE_TO_FILE = Tool(
     preview=_preview_write,
 )
 
+PAGE_LINES, PAGE_BYTES = 2000, 64_000
+
+
+def _page_of_large_file(file: IO[bytes], first: int, limit: int) -> tuple[list[str], int]:
+    """(lines from line `first` on, 0 for the unknown number of all lines), of a file that is not read as a whole."""
+    skip, rest = first - 1, b""
+    while skip > 0 and (chunk := file.read(1 << 20)):
+        count = chunk.count(b"\n")
+        if count >= skip:
+            rest = chunk.split(b"\n", skip)[skip]
+        skip -= count
+    data = rest + file.read(PAGE_BYTES)
+    return data.decode("utf-8", "replace").splitlines(keepends=True)[:limit], 0
+
+
+def _read_page(workspace: Workspace, place: Place, first: int, limit: int) -> tuple[list[str], int]:
+    """(lines from line `first` on, number of lines in the file, 0 if unknown); raises ToolError."""
+    with os.fdopen(workspace.open_file(place), "rb") as file:
+        if os.fstat(file.fileno()).st_size > READ_LIMIT:
+            if b"\0" in file.read(8000):
+                raise ToolError(f"{place.name} is a binary file of {os.fstat(file.fileno()).st_size} bytes.")
+            file.seek(0)
+            return _page_of_large_file(file, first, limit)
+        data = file.read(READ_LIMIT)
+    workspace.remember(place, data)
+    lines = decode_file(data, place.name).text.replace("\r\n", "\n").split("\n")
+    lines = [line + "\n" for line in lines[:-1]] + ([lines[-1]] if lines[-1] else [])
+    return lines[first - 1 : first - 1 + limit], len(lines)
+
 
 async def read_from_file(context: ToolContext, arguments: dict[str, Any]) -> ToolResult:
     """Read a text file, or `limit` lines of it from line `offset` (1 is the first)."""
-    path = context.workspace.resolve(arguments["path"])
-    data = context.workspace.read_bytes(path)
-    if b"\0" in data[:8000]:
-        raise ToolError(f"{arguments['path']} is a binary file of {len(data)} bytes.")
-    lines = data.decode("utf-8", "replace").splitlines(keepends=True)
-    first = max(1, arguments.get("offset") or 1)
-    limit = max(1, arguments.get("limit") or 2000)
-    text = "".join(lines[first - 1 : first - 1 + limit])
-    last = min(len(lines), first - 1 + limit)
-    if not text:
-        return ToolResult("(empty file)" if not lines else f"(the file has only {len(lines)} lines)")
-    if last < len(lines) or first > 1:
-        text += f"\n[lines {first} to {last} of {len(lines)}]"
-    return ToolResult(clip(text, 48_000, 16_000))
+    place = context.workspace.locate(arguments["path"])
+    first, limit = max(1, arguments.get("offset") or 1), max(1, arguments.get("limit") or PAGE_LINES)
+    try:
+        lines, total = await asyncio.to_thread(_read_page, context.workspace, place, first, min(limit, PAGE_LINES))
+    except OSError as exc:
+        raise ToolError(f"{place.name}: {exc.strerror}.") from None
+    if not lines:
+        return ToolResult("(empty file)" if first == 1 else f"(the file has only {total or 'fewer'} lines)")
+    shown: list[str] = []
+    size = 0
+    for line in lines:
+        if size + len(line) > PAGE_BYTES and shown:
+            break
+        shown.append(line if len(line) <= PAGE_BYTES else f"{line[:PAGE_BYTES]} [... the line goes on ...]\n")
+        size += len(line)
+    text = _SURROGATES.sub("\ufffd", "".join(shown))
+    if arguments.get("line_numbers"):
+        text = _numbered(text.split("\n")[: len(shown)], first)
+    last = first - 1 + len(shown)
+    if first > 1 or last != total:
+        text += f"\n[lines {first} to {last} of {total or 'more'}]"
+    return ToolResult(text)
 
 
 READ_FROM_FILE = Tool(
     name="read_from_file",
-    description="Read a text file of the workspace.",
+    description="Read a text file.",
     parameters=_object(
         ["path"],
         path=_text("Relative path."),
         offset=_integer("First line to read, default 1."),
-        limit=_integer("Number of lines, default 2000."),
+        limit=_integer("Number of lines, default and at most 2000."),
+        line_numbers=_boolean("Put a number before each line."),
     ),
     risk="read",
     run=read_from_file,
-    preview=lambda context, arguments: str(arguments["path"]),
+    preview=_preview_reading,
+    source="files",
 )
 
 TOOLS = (RUN_SHELL_COMMAND, LIST_FILES, WRITE_TO_FILE, READ_FROM_FILE)
 
 
 def find_tool(name: str) -> Tool:
-    """The tool of that name; raises ToolError naming the real ones."""
-    for tool in TOOLS:
-        if tool.name == name:
-            return tool
-    raise ToolError(f"There is no tool {name!r}. The tools are: {', '.join(t.name for t in TOOLS)}.")
+    """The tool of that name, also where a model writes it with a prefix, a suffix or in other letters.
+
+    Raises ToolError naming the real ones.
+    """
+    bare = re.sub(r"<\|.*|:\d+$", "", name.strip(), flags=re.DOTALL)  # read_file<|channel|>analysis, functions.x:0
+    for spelling in (bare, re.split(r"[.:/]", bare)[-1]):
+        letters = re.sub(r"[_-]", "", spelling).lower()
+        for tool in TOOLS:
+            if tool.name.replace("_", "") == letters:
+                return tool
+    raise ToolError(f"There is no tool {one_line(name, 60)!r}. The tools are: {', '.join(t.name for t in TOOLS)}.")
+
+
+def _repaired(text: str) -> Any:
+    """The JSON value of a text with harmless mistakes; raises ValueError where anything would have to be guessed.
+
+    What was cut off is never completed: half a file would be written.
+    """
+    text = text.strip().removeprefix("\ufeff")
+    if fenced := re.fullmatch(r"```\w*\s*(.*?)\s*```", text, re.DOTALL):
+        text = fenced[1]
+    decoder = json.JSONDecoder(strict=False, parse_constant=lambda name: None)
+    without_commas = re.sub(r'("(?:[^"\\]|\\.)*")|,(?=\s*[}\]])', lambda found: found[1] or "", text, flags=re.DOTALL)
+    mistake = ValueError("it is empty")
+    for candidate in (text, without_commas):
+        try:
+            value, end = decoder.raw_decode(candidate)
+        except ValueError as exc:
+            mistake = exc
+            continue
+        if len(candidate) - end > 40 or re.search(r'["{]', candidate[end:]):
+            raise ValueError("there is more text after the first object")
+        return value
+    if text[:1] == "{" and text[-1:] == "}":
+        with contextlib.suppress(ValueError, SyntaxError, TypeError, MemoryError):
+            return json.loads(json.dumps(ast.literal_eval(text)))  # 'single quotes', True, None
+    raise mistake
+
+
+def read_arguments(text: str) -> dict[str, Any]:
+    """The arguments that a model wrote, as a dict; raises ValueError saying why they cannot be read."""
+    if not text.strip():
+        return {}
+    try:
+        value = _repaired(text)
+        if isinstance(value, str):  # encoded twice
+            value = _repaired(value)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise ValueError("it is not a JSON object")
+    arguments: dict[str, Any] = well_formed(value)
+    return arguments
+
+
+MAX_CALLS = 50  # in one reply
+
+
+def _unreadable(tool: Tool, mistake: ValueError) -> str:
+    """What is wrong with a call's arguments, and which keys the tool has."""
+    required = tool.parameters["required"]
+    keys = ", ".join(name + ("" if name in required else "?") for name in tool.parameters["properties"])
+    if isinstance(mistake, json.JSONDecodeError):
+        return f"The arguments of {tool.name} are not valid JSON ({mistake}). Its keys: {keys}."
+    return f"The arguments of {tool.name} must be a JSON object with the keys {keys}; {mistake}."
+
+
+def settled_calls(calls: Sequence[ToolCall]) -> tuple[list[ToolCall], str]:
+    """(the calls as they can be kept and sent back, what is wrong with them or "").
+
+    A call that cannot be read keeps a legal form that shows what was written.
+    """
+    settled, problems = [], []
+    if len(calls) > MAX_CALLS:
+        problems.append(f"It asked for {len(calls)} tool calls; at most {MAX_CALLS} fit into one reply.")
+    for call in calls[:MAX_CALLS]:
+        name, arguments = legal_name(call.name), legal_arguments(call.arguments)
+        try:
+            tool = find_tool(call.name)
+            name = tool.name
+            arguments = json.dumps(read_arguments(call.arguments), ensure_ascii=False)
+        except ToolError as exc:
+            problems.append(str(exc))
+        except ValueError as exc:
+            problems.append(_unreadable(tool, exc))
+        settled.append(ToolCall(call.id, name, arguments))
+    return settled, " ".join(dict.fromkeys(problems))
 
 
 def _coerce(tool: str, name: str, type_: str, value: Any) -> Any:
@@ -1098,11 +2972,9 @@ def parse_arguments(tool: Tool, text: str) -> dict[str, Any]:
     properties, required = tool.parameters["properties"], tool.parameters["required"]
     keys = ", ".join(name + ("" if name in required else "?") for name in properties)
     try:
-        given = json.loads(text or "{}", strict=False)
-    except json.JSONDecodeError as exc:
-        raise ToolError(f"The arguments of {tool.name} are not valid JSON ({exc}). Its keys: {keys}.") from None
-    if not isinstance(given, dict):
-        raise ToolError(f"The arguments of {tool.name} must be a JSON object with the keys {keys}.")
+        given = read_arguments(text)
+    except ValueError as exc:
+        raise ToolError(_unreadable(tool, exc)) from None
     arguments = {}
     for name, schema in properties.items():
         if given.get(name) is not None:
@@ -1125,98 +2997,575 @@ def describe_call(call: ToolCall) -> str:
 
 
 # --- Approval -------------------------------------------------------------------------------------
-# The decision on one call, asked by the loop before the tool runs, never by the tool. Modes: plan (only
-# reading), ask (before each write and command), auto (as ask, but commands and writes that the sandbox and the
-# workspace confine run unasked), all (nothing is asked).
-# Not a protection by itself: what a command can do is limited by the sandbox alone.
+# The decision on one call, asked by the loop before the tool runs, never by the tool. Modes: plan (only looking;
+# commands see the workspace read-only), ask (before each write and each command that does more than look), auto (as
+# ask, but what the sandbox and the workspace confine runs unasked), all (nothing is asked).
+# Not a protection by itself: what a command can do is limited by the sandbox alone. No file in the workspace
+# changes a mode or makes a grant.
 
 
 @dataclass(frozen=True)
 class Decision:
-    """Whether a call may run. `reason` goes to the model when it may not."""
+    """Whether a call may run. `reason` goes to the model when it may not.
+
+    `read_only`: only without changing the workspace. `command`: what the user made of the command, None if nothing.
+    """
 
     allowed: bool
     reason: str = ""
+    read_only: bool = False
+    command: str | None = None
 
 
 ALLOWED = Decision(True)
-Question = Callable[[Tool, str], Awaitable[str]]
-Approve = Callable[[Tool, ToolCall, str], Awaitable[Decision]]
+
+
+@dataclass(frozen=True)
+class Question:
+    """What the user is asked before a call. All texts are foreign: show them through `escape`.
+
+    `detail`: the whole command or the diff; `concern`: why it is asked, in a few words; `reason`: the model's own
+    words; `grant`: what "always" would allow in this session, "" when it is not offered; `sources`: what the model
+    has read in this turn, and may have been told by it to do this.
+    """
+
+    tool: str
+    risk: Risk
+    subject: str
+    detail: str
+    concern: str = ""
+    reason: str = ""
+    grant: str = ""
+    sources: tuple[str, ...] = ()
+
+    @property
+    def can_edit(self) -> bool:
+        """Whether the answer may be another command."""
+        return self.risk == "exec"
+
+    def lines(self) -> list[str]:
+        """The whole question as plain lines, safe to print."""
+        about = f"{self.tool}{f' ({self.concern})' if self.concern else ''}:"
+        told = [f"the model says: {one_line(self.reason, 200)}"] if self.reason else []
+        read = [f"the model has read in this turn: {', '.join(self.sources)}"] if self.sources else []
+        subject = [f"  {escape(self.subject, keep='')}"] if self.risk != "exec" else []
+        return [about, *subject, *(f"  {line}" for line in escape(self.detail).split("\n")), *told, *read]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The user's answer. `text`: the reason for a no, told to the model, or the new command of an edit."""
+
+    choice: Literal["yes", "no", "always", "edit"]
+    text: str = ""
+
+
+Ask = Callable[[Question], Awaitable[Answer]]
+Approve = Callable[[Tool, Preview, Sequence[str]], Awaitable[Decision]]
 
 
 class Approvals:
-    """The approval mode and the grants of this run.
+    """The approval mode and the grants of this session; `ask` is None where nobody can be asked."""
 
-    `ask(tool, preview)` puts the question to the user and returns "y", "a" (yes, and do not ask for this tool
-    again in this session), "n", or the reason for a no in words; None where nobody can be asked.
-    """
-
-    def __init__(self, mode: str, sandbox: bool, ask: Question | None = None) -> None:
-        self.mode = mode
+    def __init__(self, mode: str, sandbox: bool, ask: Ask | None = None) -> None:
+        self.mode = mode or ("auto" if sandbox else "ask")
         self.sandbox = sandbox
         self.ask = ask
-        self.grants: set[str] = set()
+        self.grants: list[str] = []
 
-    def needs_question(self, tool: Tool) -> bool:
-        """Whether a call of this tool has to be asked for in the present mode."""
-        if tool.risk == "read" or self.mode == "all" or tool.name in self.grants:
+    def grant_for(self, preview: Preview, sources: Sequence[str]) -> str:
+        """What "always" would mean for such a call, in words; "" when it is not to be had.
+
+        A command is granted as this exact text only; with more than the sandbox allows, only while the model has
+        read nothing that may have told it to ask.
+        """
+        if preview.risk == "exec":
+            if self.sandbox and preview.concern and sources:
+                return ""
+            return f"this exact command{f' {preview.concern}' if preview.concern else ''}: {preview.detail}"
+        if preview.risk == "read" and preview.concern.startswith("outside"):
+            return f"reading in {os.path.dirname(preview.detail)}"
+        return "" if preview.concern else "writing in the workspace"
+
+    def needs_question(self, preview: Preview) -> bool:
+        """Whether such a call has to be asked for in the present mode."""
+        if self.mode == "all" or preview.harmless:
             return False
-        return self.mode == "ask" or (tool.risk == "exec" and not self.sandbox)
+        if self.grant_for(preview, ()) in self.grants:
+            return False
+        return not (self.mode == "auto" and self.sandbox and preview.confined)
 
-    async def __call__(self, tool: Tool, call: ToolCall, preview: str) -> Decision:
-        """Decide on one call; `preview` is what the user is shown."""
-        if self.mode == "plan" and tool.risk != "read":
-            return Decision(False, "only reading is allowed while planning")
-        if not self.needs_question(tool):
+    async def __call__(self, tool: Tool, preview: Preview, sources: Sequence[str]) -> Decision:
+        """Decide on one call; `sources`: what the model has read since the user's last own words."""
+        if self.mode == "plan" and preview.risk != "read":
+            if preview.harmless or (preview.risk == "exec" and self.sandbox and preview.confined):
+                return Decision(True, read_only=True)
+            return Decision(False, "only looking is allowed in the mode plan; the user leaves it with /approvals")
+        if not self.needs_question(preview):
             return ALLOWED
         if self.ask is None:
-            return Decision(False, f"{tool.name} needs the user's approval, and nobody can be asked here")
-        answer = await self.ask(tool, preview)
-        if answer == "a":
-            self.grants.add(tool.name)
-        if answer in ("y", "a"):
+            return Decision(
+                False, f"it needs the user's approval ({preview.concern or preview.risk}); nobody can be asked"
+            )
+        grant = self.grant_for(preview, sources)
+        answer = await self.ask(
+            Question(
+                tool.name, preview.risk, preview.subject, preview.detail, preview.concern, preview.reason, grant,
+                tuple(sources),
+            )
+        )  # fmt: skip
+        if answer.choice == "always" and grant:
+            self.grants.append(grant)
+        if answer.choice == "edit" and preview.risk == "exec" and answer.text.strip():
+            return Decision(True, command=answer.text)
+        if answer.choice in ("yes", "always"):
             return ALLOWED
-        return Decision(False, "the user said no" + (f": {answer}" if answer not in ("", "n") else ""))
+        return Decision(False, f"the user said no{f': {answer.text}' if answer.text.strip() else ''}")
 
 
-# --- Provider -------------------------------------------------------------------------------------
-# The service that answers: one request out, deltas and one Reply back. A *wire* is the form in which a service
-# is spoken to; a provider hides which one it is. Requests go through the openai SDK's low-level `post`, and the
-# bytes that come back are read here: the SDK's own stream of typed objects costs ten times as much and loses
-# events that servers send in unusual shapes.
+# --- Provider: errors -----------------------------------------------------------------------------
+# What went wrong with a request, judged by what the server says and not by its status alone: the same overflow
+# comes as 200, 400, 402, 413, 422, 429, 500 or 503. The tables hold texts of real services; a comment says whose.
 
-LOCAL_SERVERS = (
-    ("Ollama", "http://127.0.0.1:11434/v1"),
-    ("LM Studio", "http://127.0.0.1:1234/v1"),
-    ("llama.cpp", "http://127.0.0.1:8080/v1"),
+MAX_WAIT_S = 120  # a server that asks for a longer wait ends the turn with the time at which it says to come back
+MAX_ADAPTATIONS = 4  # per request; each takes away something that was not taken away before
+MAX_MODEL_FAULTS = 2  # how often a request is repeated because the model's reply was unusable
+CONNECT_ATTEMPTS = 3
+LOADING_ATTEMPTS, LOADING_DELAY_S = 100, 3.0  # a local server that loads its model says so for minutes
+
+# the keys of an error body that hold the server's own words: to be shown, or only to be matched
+SAID_KEYS = (
+    "error", "errors", "message", "error_message", "msg", "detail", "details", "title", "reason", "raw", "metadata",
+)  # fmt: skip
+TEXT_KEYS = (*SAID_KEYS, "code", "type", "status", "violations", "quotaId", "quotaMetric", "retryDelay", "error_type")
+
+OVERFLOW = (
+    r"context_length_exceeded|model_max_prompt_tokens_exceeded|exceed_context_size|model_context_(?:window_)?exceeded",
+    r"ContextWindowExceededError|prompt_too_long|request_too_large",
+    r"maximum context length|context size has been exceeded|max context length",  # OpenAI, vLLM, Mistral; llama.cpp
+    r"prompt is too long|prompt too long|input is too long|prompt exceeds max length",  # Anthropic, Bedrock, Zhipu
+    r"exceeds? (?:the )?(?:available |model'?s? )?context|exceeds? context limit|context window",
+    r"input token count .{0,40}exceeds|token count .{0,40}exceeds the limit",  # Gemini, Copilot
+    r"reduce the length of the (?:messages|input|prompt)|maximum prompt length is",  # Groq, Cerebras; xAI
+    r"longer than the model'?s context|max_new_tokens. must be <=",  # Together, SGLang; TGI
+    r"greater than the context length|tokens to keep from the initial prompt|keep the first \d+ tokens",  # LM Studio
+    r"range of input length should be|prompt tokens limit exceeded|token limit: \d+ \(requested",  # Qwen, OpenRouter
+    r"request too large|\(2013\)",  # OpenAI's and Groq's lowest tiers; MiniMax
 )
-OPENAI_URL = "https://api.openai.com/v1"
-DEFAULT_MODEL = "gpt-4.1"
-MAX_WAIT_S = 120
-OVERFLOW = re.compile(
-    r"context_length_exceeded|maximum context length|prompt is too long|exceeds? the (available |model's )?context"
-    r"|context size has been exceeded|exceed_context_size|input token count .* exceeds"
-    r"|reduce the length of the messages"
-    r"|too large for model with|maximum prompt length|longer than the model's context|context window",
-    re.IGNORECASE,
+LIMITS = (
+    r"maximum context length (?:is|of) (\d+)",  # OpenAI, DeepSeek, OpenRouter, vLLM, LiteLLM
+    r"tokens > (\d+) maximum",  # Anthropic
+    r"exceed context limit: \d+ \+ \d+ > (\d+)",  # Anthropic, Bedrock
+    r"maximum number of tokens allowed \((\d+)\)",  # Gemini
+    r"with (\d+) maximum context length",  # Mistral
+    r"context length \((\d+) tokens\)",  # Together, SGLang
+    r"maximum context length: (\d+)",  # Fireworks
+    r"must be <= (\d+)\. Given",  # TGI
+    r"n_ctx\W{1,4}(\d+)",  # llama.cpp, LM Studio
+    r"context length of only (\d+)",  # LM Studio
+    r"available context size \((\d+) tokens\)",  # llama.cpp
+    r"maximum prompt length is (\d+)",  # xAI
+    r"while limit is (\d+)",  # Cerebras
+    r"input length should be \[1, (\d+)\]",  # Qwen
+    r"token limit: (\d+)",  # Kimi
+    r"exceeds the limit of (\d+)",  # Copilot
+    r"tokens limit exceeded: \d+ > (\d+)",  # OpenRouter
+    r"Limit:? (\d+), (?:Used:? \d+, )?Requested",  # Groq, OpenAI: tokens in a minute, which bound one request too
 )
-OVERFLOW_LIMIT = re.compile(r"(?:maximum context length is|n_ctx\D{1,5}|maximum prompt length is) ?(\d{4,9})", re.I)
-QUOTA = re.compile(r"insufficient_quota|exceeded your current quota|insufficient balance|credit balance", re.IGNORECASE)
+NOT_OVERFLOW = r"string too long|too many tokens, please wait|throttl"  # LiteLLM on a long id; Bedrock gateways
+QUOTA = (
+    r"insufficient_quota|insufficient balance|insufficient credits?|credit balance|budget has been exceeded",
+    r"exceeded your current (?:token )?quota|exceeded_current_quota|check your (?:plan and )?billing|can only afford",
+    r"requires more credits|payment required|PerDay|limit: 0\b|billing_hard_limit|account .{0,20}(?:suspended|arrears)",
+)
+MINUTE_QUOTA = r"PerMinute|per minute"  # Gemini calls a rate limit by the minute a quota
+KEY = r"invalid_api_key|incorrect api key|invalid api key|authentication_error|no auth credentials|unauthorized"
+NO_MODEL = (
+    r"model_not_found|model .{0,80}(?:does not exist|not found)|no such model|unknown model|not a valid model"
+    r"|pull(?:ing)? it first"
+)
+NO_ENDPOINT = r"page not found|unexpected endpoint|unknown (?:request )?url|no route|cannot post|^not found$|not found"
+FILTERED = r"content_filter|content management policy|content policy|safety (?:system|filter)|data_inspection_failed"
+NO_TOOLS = (
+    r"does not support (?:tools|tool use|function calling)|enable-auto-tool-choice|support tool use"
+    r"|tools? (?:is|are) not supported|tool calling is not supported"
+)
+LOADING = r"loading model|model is (?:still )?loading|currently loading"  # llama.cpp, llama-swap; Hugging Face
+BUSY = (
+    r"overloaded|temporarily|try again (?:later|in \d)|rate.?limit|too many requests|throttl|please wait|capacity"
+    r"|no deployments available|server is busy|upstream connect error|insufficient_system_resource|unavailable"
+)
+# 5xx that are no accidents: the same request fails again (llama.cpp and its templates, Ollama, LiteLLM, omlx)
+REQUEST_FAULT = (
+    r"failed to parse tool call arguments|jinja|roles must alternate|must be at the beginning|no user query found"
+    r"|tool call id was|UnsupportedParamsError|BadRequestError|not supported|does not support"
+)
+# the server could not read what the model wrote (Groq, Ollama, Gemini)
+MODEL_FAULT = (
+    r"tool_use_failed|failed to call a function|error parsing tool call|XML syntax error|output_parse_failed"
+    r"|MALFORMED_FUNCTION_CALL|malformed_call"
+)
 
 
-class Provider(Protocol):
-    """What the loop knows of a model."""
+def says(patterns: str | Sequence[str], text: str) -> re.Match[str] | None:
+    """The first match of the patterns in the text, whatever the case."""
+    for pattern in (patterns,) if isinstance(patterns, str) else patterns:
+        if found := re.search(pattern, text, re.IGNORECASE):
+            return found
+    return None
 
-    model: str
 
-    def stream(
-        self, messages: Sequence[Message], tools: Sequence[Tool], interrupt: asyncio.Event
-    ) -> AsyncGenerator[Delta | Reply, None]:
-        """Send one request; yield deltas as they come and the Reply last.
+def seconds_in(text: str) -> float | None:
+    """A duration such as "20", "1.2s", "600ms", "6m0s" or "1h2m" in seconds; None for anything else."""
+    found = re.fullmatch(r"\s*(?:(\d+)h)?(?:(\d+)m(?!s))?(?:([\d.]+)(ms|s|))?\s*", text)
+    if not found or not any(found.groups()[:3]):
+        return None
+    hours, minutes, rest, unit = found.groups()
+    with contextlib.suppress(ValueError):
+        return int(hours or 0) * 3600 + int(minutes or 0) * 60 + float(rest or 0) / (1000 if unit == "ms" else 1)
+    return None
 
-        After a Retry what was yielded before is void. Raises ProviderError, ContextOverflow, Interrupted.
-        """
-        ...
+
+def retry_after(headers: Mapping[str, str], text: str = "") -> float | None:
+    """Seconds that the server asks to wait: by Retry-After(-Ms), in words, or by a used-up x-ratelimit header."""
+    with contextlib.suppress(KeyError, ValueError):
+        return float(headers["retry-after-ms"]) / 1000
+    value = headers.get("retry-after", "")
+    if (asked := seconds_in(value)) is not None:
+        return asked
+    with contextlib.suppress(ValueError, TypeError):
+        return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - time.time())
+    words = r"(?:try again in|retry (?:after|in)|retryDelay:?|reset after) ?([\dhms.]*[\dhms])(?: (?:sec|s\b))?"
+    if (found := says(words, text)) and (asked := seconds_in(found[1])) is not None:
+        return asked
+    for kind in ("requests", "tokens"):
+        if headers.get(f"x-ratelimit-remaining-{kind}") == "0":
+            return seconds_in(headers.get(f"x-ratelimit-reset-{kind}", ""))
+    return None
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What an answer says went wrong.
+
+    `text` is all that may be matched, `said` what a user should read of it, `names` the request's parameters that
+    it names, `generated` what the model had written when the server could not read it.
+    """
+
+    text: str
+    said: str = ""
+    status: int = 0
+    names: frozenset[str] = frozenset()
+    wait_s: float | None = None
+    generated: str = ""
+
+
+class Failed(Exception):
+    """A request failed in the way that `failure` tells."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.text)
+        self.failure = failure
+
+
+def _collect(value: Any, key: str, found: list[tuple[str, str]]) -> None:
+    """Add the (key, text) pairs of an error body that are the server's own words."""
+    if isinstance(value, str) and value[:1] in "[{" and len(value) < 20_000:
+        with contextlib.suppress(ValueError, RecursionError):
+            value = json.loads(value)  # OpenRouter hands on the answer of the service behind it as text
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            if name in TEXT_KEYS:
+                _collect(inner, name, found)
+            elif name == "n_ctx":
+                found.append((name, f"n_ctx: {inner}"))
+    elif isinstance(value, list):
+        for inner in value[:20]:
+            _collect(inner, key, found)
+    elif isinstance(value, str | int) and value != "" and len(found) < 50:
+        found.append((key, str(value)[:2000]))
+
+
+def _named(body: Any, text: str) -> frozenset[str]:
+    """The request parameters that an error names: by `param`, by `loc`, in quotes or in a list."""
+    names: set[str] = set(re.findall(r"['\"`]([a-z_]+(?:\.[a-z_]+)*)['\"`]", text))
+    names.update(re.findall(r"(?:argument|parameter|field)s?(?: supplied)?:? ([a-z_]+)", text))
+
+    def walk(value: Any) -> None:
+        if isinstance(value, dict):
+            if isinstance(value.get("param"), str):
+                names.add(value["param"])
+            if isinstance(value.get("loc"), list):
+                names.update(str(part) for part in value["loc"] if part != "body")
+            for inner in value.values():
+                walk(inner)
+        elif isinstance(value, list):
+            for inner in value[:20]:
+                walk(inner)
+
+    walk(body)
+    return frozenset(names)
+
+
+def _status_in(body: Any) -> int:
+    """An HTTP status that an error inside a 200 response names, else 0."""
+    error = body[0] if isinstance(body, list) and body else body
+    error = error.get("error", error) if isinstance(error, dict) else {}
+    code = error.get("code") if isinstance(error, dict) else None
+    return code if isinstance(code, int) and 400 <= code < 600 else 0
+
+
+def read_failure(body: Any, status: int = 0, headers: Mapping[str, str] | None = None) -> Failure:
+    """The failure that an error body tells of, whatever its shape; `body` is decoded JSON or plain text."""
+    if isinstance(body, str) and (title := re.search(r"<title>(.*?)</title>", body, re.IGNORECASE | re.DOTALL)):
+        body = title[1]
+    if isinstance(body, str):
+        body = re.sub(r"<[^>]*>", " ", body[:20_000])
+    found: list[tuple[str, str]] = []
+    _collect(body, "message", found)
+    text = "; ".join(dict.fromkeys(text for _, text in found))
+    text = re.sub(r"(?<=\d)[,_](?=\d{3}\b)", "", text)  # 128,000 tokens
+    said = "; ".join(dict.fromkeys(text for key, text in found if key in SAID_KEYS and not text.isdigit()))
+    inner = body.get("error") if isinstance(body, dict) else None
+    generated = inner.get("failed_generation") if isinstance(inner, dict) else None
+    return Failure(
+        text, one_line(said or text, 300), status or _status_in(body), _named(body, text),
+        retry_after(headers or {}, text), generated if isinstance(generated, str) else "",
+    )  # fmt: skip
+
+
+class ModelFault(ProviderError):
+    """The model's reply was unusable: worth another try, and after that a word to the model."""
+
+
+def learned_limit(text: str) -> int | None:
+    """The context window that an overflow's text names, in tokens; never a difference or an error code."""
+    found = says(LIMITS, text)
+    return int(found[1]) if found and int(found[1]) >= 1024 else None
+
+
+def _is_overflow(failure: Failure, size: int) -> bool:
+    """Whether the request was too long; `size` is that of its body in bytes."""
+    if says(NOT_OVERFLOW, failure.text):
+        return False
+    if found := says(r"Limit:? (\d+), (?:Used:? \d+, )?Requested:? (\d+)", failure.text):
+        return int(found[2]) > int(found[1])  # waiting never helps: one request is larger than a minute's allowance
+    if says(OVERFLOW, failure.text):
+        return True
+    return failure.status == 413 or (failure.status == 400 and not failure.text and size > 20_000)
+
+
+def _refused(where: str, said: str, status: int) -> ProviderError:
+    return ProviderError(f"{where} refused the request ({said or f'HTTP {status}'}). Try another model or --api.")
+
+
+def classify(failure: Failure, where: str, model: str, size: int = 0) -> ProviderError:
+    """The error for the user that a failure means, and whether a later try may succeed.
+
+    `where` is the server's address, `size` the request's in bytes. Text beats status; throttling comes before
+    overflow, and what looks like an accident but is a fault of the request is not tried again.
+    """
+    text, status, said = failure.text, failure.status, failure.said.rstrip(" .")
+    asks_to_wait = failure.wait_s is not None and not says(r"PerDay|limit: 0\b", text)
+    if _is_overflow(failure, size):
+        return ContextOverflow(f"{where}: the request is too long ({said or f'HTTP {status}'})", learned_limit(text))
+    if says(QUOTA, text) and not (says(MINUTE_QUOTA, text) and asks_to_wait):
+        return ProviderError(f"{where}: no quota or credit is left ({said}). Top it up, or choose another model.")
+    if says(MODEL_FAULT, text):
+        return ModelFault(f"{where} could not read what the model wrote ({said})", retryable=True)
+    if says(FILTERED, text):
+        return ProviderError(f"{where} filtered this by its content policy ({said}). Put the request in other words.")
+    if status == 401 or says(KEY, text):
+        return ProviderError(f"{where} refused the key ({said or 'HTTP 401'}). Check OPENAI_API_KEY.")
+    if says(NO_TOOLS, text):
+        hint = "Try --api json, another model, or the server's switch for tool calls."
+        return ProviderError(f"{model} on {where} does not call tools ({said}). {hint}")
+    if status in (400, 404) and says(NO_MODEL, text):
+        return ProviderError(f"{where} has no model {model} ({said}). Choose another with --model or /model.")
+    if status in (404, 405) or (status < 400 and says(NO_ENDPOINT, text)):
+        return ProviderError(
+            f"{where} is no API endpoint ({said or f'HTTP {status}'}). Check --base-url: most end in /v1."
+        )
+    if status == 402:
+        return ProviderError(f"{where} asks for payment ({said or 'HTTP 402'}). Check the account.")
+    if status == 403 and not says(BUSY, text):
+        hint = "Check what the key may do, your region, and any proxy in between."
+        return ProviderError(f"{where} refused access ({said or 'HTTP 403'}). {hint}")
+    if says(REQUEST_FAULT, text) and not says(BUSY, text) and status not in (408, 409, 425, 429, 498):
+        return _refused(where, said, status)
+    if status in (0, 408, 409, 425, 429, 498, 499) or status >= 500 or says(BUSY, text):
+        kind = "limits the rate of requests" if status == 429 else "is not able to answer now"
+        return ProviderError(f"{where} {kind} ({said or f'HTTP {status}'})", True, failure.wait_s)
+    return _refused(where, said, status)
+
+
+def backoff(attempt: int, retry_after_s: float | None, chance: float) -> float:
+    """Seconds to wait after failed attempt 1, 2, ...: what the server asks, else 1, 2, 4 ... 30 with 25 % jitter.
+
+    `chance` is a random number in [0, 1).
+    """
+    if retry_after_s is not None:
+        return max(retry_after_s, 0.1 * attempt)  # some servers say 0 for as long as they are down
+    return float(min(30.0, 2.0 ** (attempt - 1)) * (1 - 0.25 * chance))
+
+
+# --- Provider: adaptation -------------------------------------------------------------------------
+# What servers refuse, and how to ask them instead. As little as possible is sent from the start; what a server
+# refuses in spite of that is changed once and remembered for this model on this server.
+
+
+@dataclass(frozen=True)
+class Adaptation:
+    """How one model on one server wants to be asked, as far as its refusals have told.
+
+    `flags` are words of FIXES, `dropped` parameters that it refuses, `window` the context window it named.
+    """
+
+    flags: frozenset[str] = frozenset()
+    dropped: frozenset[str] = frozenset()
+    max_tokens: int | None = None
+    window: int | None = None
+
+
+WIRES = ("chat", "responses", "json")
+FIXES = (
+    # the flag to set, the wires it is for ("": all), what the server said, what the user is told
+    ("responses", "chat", r"v1/responses|not a chat model|OperationNotSupported|chatCompletion operation does not work",
+     "this model is asked through the Responses API from now on"),  # OpenAI, Azure
+    ("json", "chat", NO_TOOLS + r"|unknown variant `?tool`?|only user and assistant roles are supported",
+     "this model does not call tools itself: its replies are bound to a schema from now on"),  # Ollama, vLLM, templates
+    ("no_stream", "", r"verified to stream|stream(?:ing)? is not supported",
+     "replies come whole, not streamed"),  # OpenAI
+    ("no_summary", "responses", r"reasoning summar|reasoning\.summary", "reasoning is not shown"),  # OpenAI
+    ("no_encrypted", "responses", r"encrypted content is not supported", "reasoning is not kept"),  # OpenAI, old models
+    ("no_item_ids", "responses", r"without its required 'reasoning' item", "calls are sent without their item ids"),
+    ("no_native", "responses", r"encrypted content could not be verified|invalid_encrypted_content|not persisted when"
+     r"|without its required following item", "earlier reasoning is left out"),
+    ("reasoning_back", "chat", r"reasoning_content.{0,60}(?:passed back|missing|required)",
+     "the model's reasoning is sent back to it"),  # DeepSeek, Kimi
+    ("no_reasoning_back", "chat", r"reasoning\w*.{0,40}(?:unsupported|not supported|not permitted|extra|unrecognized)",
+     "the model's reasoning is not sent back to it"),  # Groq, Cerebras, Mistral
+    ("signatures", "chat", r"thought_signature", "calls of other models are marked as unsigned"),  # Gemini 3
+    ("never_empty", "chat", r"content: Input should be a valid string|content.{0,30}(?:null|None)|invalid type: null"
+     r"|non-empty|content is empty|must not be empty|content or tool_calls must be set",
+     "empty contents are sent as a short text"),  # FastAPI servers; Anthropic, Moonshot, Z.ai
+    ("bridge", "chat", r"unexpected role 'user' after role 'tool'|roles must alternate",
+     "a short assistant message is put between a tool result and a prompt"),  # older Mistral, templates
+    ("system_as_user", "chat", r"system role (?:is )?not supported|unknown variant `?system`?",
+     "the system prompt is sent as part of the first message"),  # Gemma templates
+    ("no_strict", "", r"\bstrict\b", "tools are sent without `strict`"),
+    ("no_tool_name", "chat", r"messages.{0,20}\bname\b.{0,40}(?:not permitted|unrecognized|unknown|unsupported)",
+     "tool results are sent without the tool's name"),
+    ("v1", "", r"page not found|unexpected endpoint|^not found$|cannot post", "/v1 is added to the base URL"),
+)  # fmt: skip
+FIXED = frozenset({"model", "messages", "input", "instructions", "tools"})  # never dropped from a request
+# what must not outlive this run: it was true of the transcript, or of a guess, and not of the server
+PASSING = frozenset({"no_native", "json_guess"})
+DAYS_REMEMBERED = 30  # servers are updated: what they refuse is asked again after a month
+
+
+def _more_room(failure: Failure, body: Mapping[str, Any]) -> int | None:
+    """How many tokens of output the server would grant, when it refused more than that."""
+    if afford := says(r"can only afford (\d+)", failure.text):  # OpenRouter reserves the model's maximum if unasked
+        return int(afford[1]) if int(afford[1]) >= 1000 else None
+    if not {"max_tokens", "max_completion_tokens"} & set(body):
+        return None
+    window = learned_limit(failure.text)
+    used = says(r"request has (\d+) input|context limit: (\d+) \+|contains (?:at least )?(\d+) input", failure.text)
+    room = window - int(next(filter(None, used.groups()))) - 256 if window and used else 0
+    return room if room >= 256 else None
+
+
+def adapt(
+    failure: Failure, adaptation: Adaptation, body: Mapping[str, Any], wire: str, wires: Sequence[str], has_v1: bool
+) -> tuple[Adaptation, str] | None:
+    """How to ask after this refusal, and what to tell the user; None when nothing is left to change.
+
+    `body` is the refused request on `wire`; `wires` are those that may be switched to; `has_v1`: the base URL names
+    a version. Every change takes away something that was not taken away before.
+    """
+    room = _more_room(failure, body)
+    if room and (adaptation.max_tokens is None or room < adaptation.max_tokens):
+        return dataclasses.replace(adaptation, max_tokens=room), f"replies are limited to {room} tokens"
+    for flag, only, pattern, what in FIXES:
+        fits = (not only or only == wire) and flag not in adaptation.flags and says(pattern, failure.text)
+        if not fits or (flag in WIRES and flag not in wires) or (flag == "v1" and has_v1):
+            continue
+        opposite = {flag.removeprefix("no_"), "no_" + flag}
+        return dataclasses.replace(adaptation, flags=adaptation.flags - opposite | {flag}), what
+    if (
+        wire == "responses"
+        and "chat" in wires
+        and failure.status in (404, 405, 501)
+        and not says(NO_MODEL, failure.text)
+    ):
+        flags = adaptation.flags - {"responses"} | {"chat"}
+        return dataclasses.replace(adaptation, flags=flags), "this server is asked through Chat Completions from now on"
+    refused = [name for name in body if name not in FIXED and name in {n.split(".")[0] for n in failure.names}]
+    if refused and failure.status in (0, 400, 404, 422, 500):
+        dropped = adaptation.dropped | set(refused)
+        return dataclasses.replace(adaptation, dropped=dropped), f"{', '.join(refused)}: not sent any more"
+    return None
+
+
+def adapted_body(body: dict[str, Any], adaptation: Adaptation) -> dict[str, Any]:
+    """The request without what the server refuses, as far as every wire has it."""
+    body = {key: value for key, value in body.items() if key not in adaptation.dropped}
+    if "no_stream" in adaptation.flags:
+        body = {key: value for key, value in body.items() if key != "stream_options"} | {"stream": False}
+    if "no_strict" in adaptation.flags and "tools" in body:
+        body["tools"] = [{key: value for key, value in tool.items() if key != "strict"} for tool in body["tools"]]
+    if adaptation.max_tokens:
+        name = "max_output_tokens" if "input" in body else "max_tokens"
+        body["max_completion_tokens" if name in adaptation.dropped else name] = adaptation.max_tokens
+    return body
+
+
+class AdaptationFile:
+    """The adaptations on disk, one per (base URL, model); a file that cannot be read or written is no error."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._known: dict[str, Adaptation] = {}
+
+    def _read(self) -> dict[str, Any]:
+        try:
+            entries = json.loads(self.path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+        return entries if isinstance(entries, dict) else {}
+
+    def load(self, source: str) -> Adaptation:
+        """What is known of a (base URL, model)."""
+        if source not in self._known:
+            self._known[source] = Adaptation()
+            with contextlib.suppress(KeyError, TypeError, ValueError):
+                entry = self._read()[source]
+                if time.time() - entry["at"] < DAYS_REMEMBERED * 86_400:
+                    flags, dropped = frozenset(map(str, entry["flags"])), frozenset(map(str, entry["dropped"]))
+                    numbers = [int(entry[key]) if entry[key] else None for key in ("max_tokens", "window")]
+                    self._known[source] = Adaptation(flags, dropped, *numbers)
+        return self._known[source]
+
+    def save(self, source: str, adaptation: Adaptation, keep_window: bool) -> None:
+        """Remember it, on disk without what is only true of this run."""
+        self._known[source] = adaptation
+        entry = {
+            "at": int(time.time()), "flags": sorted(adaptation.flags - PASSING), "dropped": sorted(adaptation.dropped),
+            "max_tokens": adaptation.max_tokens, "window": adaptation.window if keep_window else None,
+        }  # fmt: skip
+        with contextlib.suppress(OSError):
+            self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            handle, temporary = tempfile.mkstemp(dir=self.path.parent, prefix=".providers-")  # mode 0600
+            with open(handle, "w", encoding="utf-8") as file:
+                json.dump(self._read() | {source: entry}, file, indent=1)
+            os.replace(temporary, self.path)
+
+
+# --- Provider: wires ------------------------------------------------------------------------------
+# The forms in which services are spoken to, and one tolerant reader for what they answer. Each wire builds a
+# request's body from the neutral transcript, and its reader builds one Reply from the events of the answer.
+# Everything that arrives is type-checked: servers send null, "", lists and objects where the others send text.
 
 
 class EventStream:
@@ -1233,8 +3582,6 @@ class EventStream:
 
     def feed(self, chunk: bytes) -> list[str]:
         """The data of the events that this chunk completes."""
-        if self._first and chunk:
-            chunk, self._first = chunk.removeprefix(codecs.BOM_UTF8), False
         *lines, self._rest = (self._rest + chunk).split(b"\n")
         return [data for line in lines for data in self._line(line.rstrip(b"\r"))]
 
@@ -1243,25 +3590,146 @@ class EventStream:
         return [*self._line(self._rest.rstrip(b"\r")), *self._line(b"")]
 
     def _line(self, line: bytes) -> Iterator[str]:
+        if self._first:
+            line, self._first = line.removeprefix(codecs.BOM_UTF8), False
         if not line:
             data, self._data = "\n".join(self._data), []
             if data.strip():
                 yield data
             return
         name, _, value = line.partition(b":")
+        if line.startswith(b"{") and line.endswith(b"}"):  # a bare JSON object where a stream was promised
+            yield line.decode("utf-8", "replace")
         if name in (b"data", b"error"):
             self._data.append(value.decode("utf-8", "replace").removeprefix(" "))
+
+
+def decode_event(data: str) -> dict[str, Any]:
+    """One event's data as an object, {"done": True} for the end mark; raises Failed when it is an error's text."""
+    if data.strip() == "[DONE]":
+        return {"done": True}
+    try:
+        event = json.loads(data)
+    except (ValueError, RecursionError):
+        event = data
+    if not isinstance(event, dict):
+        raise Failed(read_failure(event))
+    return event
+
+
+def _text_of(value: Any) -> str:
+    """A content as text: a string, or a list of parts of which only texts and refusals count."""
+    if isinstance(value, str):
+        return value
+    parts = value if isinstance(value, list) else []
+    return "".join(_text_of(p.get("text") or p.get("refusal")) if isinstance(p, dict) else _text_of(p) for p in parts)
+
+
+def _number(value: Any) -> int:
+    return value if isinstance(value, int) and value > 0 else 0
+
+
+def _usage(report: Any) -> Usage | None:
+    """The tokens that a usage object of either wire reports; None for anything else."""
+    if not isinstance(report, dict):
+        return None
+    details = report.get("prompt_tokens_details") or report.get("input_tokens_details") or {}
+    cached = details.get("cached_tokens") if isinstance(details, dict) else 0
+    given = _number(report.get("prompt_tokens")) or _number(report.get("input_tokens"))
+    return Usage(
+        given, _number(cached), _number(report.get("completion_tokens")) or _number(report.get("output_tokens"))
+    )
+
+
+THINK_TAGS = (
+    ("<think>", "</think>"), ("<thinking>", "</thinking>"), ("<thought>", "</thought>"), ("[THINK]", "[/THINK]"),
+    ("◁think▷", "◁/think▷"), ("<|channel|>analysis<|message|>", "<|end|>"),
+)  # fmt: skip
+# an end tag alone: the opening one stood in the prompt. In quotes it is only talked about
+LONE_END = re.compile(r"(?<![`'\"])</think>(?![`'\"])")
+
+
+class ThoughtFilter:
+    """Parts streamed text into thinking and answer, where a model thinks in tags at the beginning.
+
+    `thinks_first`: its template opens the tag already, so that only the end tag comes. Where that was not known,
+    what was taken for the answer turns out to be thinking, and `thinks_first` becomes true.
+    """
+
+    def __init__(self, thinks_first: bool = False) -> None:
+        self.thinks_first = thinks_first
+        self.answer = ""
+        self._held = ""  # not decided yet: the beginning, or what may be the start of the end tag
+        self._end = THINK_TAGS[0][1] if thinks_first else ""  # the tag that ends the thinking we are in
+        self._begun = False
+        self._thought = ""
+
+    def feed(self, text: str) -> list[Delta]:
+        """The deltas that this piece of text completes."""
+        self._held += text
+        if not self._begun:
+            start = self._held.lstrip()
+            for opening, end in THINK_TAGS:
+                if start.startswith(opening):
+                    self._held, self._end, self._begun = start[len(opening) :], end, True
+                elif opening.startswith(start):
+                    return []
+            self._begun = True
+        return self._think() if self._end else self._say()
+
+    def _think(self) -> list[Delta]:
+        thought, tag, rest = self._held.partition(self._end)
+        keep = next((n for n in range(len(self._end) - 1, 0, -1) if thought.endswith(self._end[:n])), 0)
+        if not tag and keep:
+            thought, rest = thought[:-keep], thought[-keep:]
+        self._held, self._thought = rest, self._thought + thought
+        deltas: list[Delta] = [ThinkingDelta(thought)] if thought else []
+        if tag:
+            self._held, self._end = rest.lstrip("\n"), ""
+            deltas += self._say()
+        return deltas
+
+    def _say(self) -> list[Delta]:
+        text, self._held = self._held, ""
+        deltas: list[Delta] = []
+        ends = not self.thinks_first and "</think>" in self.answer[-8:] + text
+        if ends and (found := LONE_END.search(self.answer + text)):
+            so_far, self.answer, self.thinks_first = self.answer, "", True
+            thought, text = (so_far + text)[len(so_far) : found.start()], (so_far + text)[found.end() :].lstrip("\n")
+            deltas += [ThinkingDelta(thought)] if thought else []
+        self.answer += text
+        return [*deltas, TextDelta(text)] if text else deltas
+
+    def finish(self) -> list[Delta]:
+        """What was held back to the end; what seemed to be thinking is the answer if its end never came."""
+        if self._end and self.thinks_first:
+            self._end, self._held = "", self._thought + self._held
+        if self._end:
+            thought, self._held = self._held, ""
+            return [ThinkingDelta(thought)] if thought else []
+        return self._say()
 
 
 class ReplyReader(Protocol):
     """Builds one Reply from the events of one response."""
 
+    finished: bool
+    """The end mark has come: nothing more is to be read."""
+    complete: bool
+    """The answer is whole; the rest, such as the usage, may still follow."""
+    patient: bool
+    """The model has begun to think without a word: silence is no stall."""
+
     def feed(self, event: dict[str, Any]) -> list[Delta]:
-        """Take one decoded event; raises ProviderError when it reports an error."""
+        """Take one decoded event; raises Failed when it reports an error."""
+        ...
+
+    def end(self) -> list[Delta]:
+        """No more events come: what was held back."""
         ...
 
     def reply(self) -> Reply:
-        """The whole reply; raises ProviderError when the stream ended before it was complete."""
+        """The whole reply; raises Failed when the stream ended before it was complete."""
         ...
 
 
@@ -1270,113 +3738,191 @@ class Wire(Protocol):
 
     path: str
 
-    def body(self, model: str, messages: Sequence[Message], tools: Sequence[Tool]) -> dict[str, Any]:
-        """The request's JSON body."""
+    def body(
+        self, source: str, model: str, messages: Sequence[Message], tools: Sequence[Tool], adaptation: Adaptation
+    ) -> dict[str, Any]:
+        """The request's JSON body for valid messages; native content goes only to the `source` that it came from."""
         ...
 
-    def reader(self) -> ReplyReader:
+    def reader(self, source: str, adaptation: Adaptation) -> ReplyReader:
         """A fresh reader for one response."""
         ...
 
 
-def _usage(report: dict[str, Any]) -> Usage:
-    cached = (report.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-    return Usage(report.get("prompt_tokens") or 0, cached, report.get("completion_tokens") or 0)
+BROKE_OFF = Failure("the reply broke off before it was complete", "the reply broke off before it was complete")
+NO_REPLY = Failure("malformed_call: the model answered with nothing", "the model answered with nothing")
+REASONING_KEYS = ("reasoning_content", "reasoning", "reasoning_text")  # the first non-empty one counts
+FINISH_OVERFLOW = r"model_context_window_exceeded|context_length"  # Z.ai
+FINISH_FAILED = (
+    r"^error$|insufficient_system_resource|MALFORMED_FUNCTION_CALL|^malformed"  # OpenRouter, DeepSeek, Gemini
+)
 
 
-def _status_in(body: dict[str, Any]) -> int:
-    """An HTTP status that an error inside a 200 response names, else 0."""
-    error = body.get("error")
-    code = error.get("code") if isinstance(error, dict) else None
-    return code if isinstance(code, int) and 400 <= code < 600 else 0
+def checked_finish(word: str) -> str:
+    """The finish reason in our words, "stop" for unknown ones; raises Failed for those that are errors."""
+    if word in ("length", "max_tokens", "max_output_tokens", "model_length"):
+        return "length"
+    if says(FINISH_OVERFLOW, word):
+        raise Failed(Failure("context_length_exceeded", "the context window is full"))
+    if says(FINISH_FAILED, word):
+        raise Failed(Failure(word, f"the reply ended with {one_line(word)!r}"))
+    if word in ("content_filter", "content-filter", "safety", "SAFETY", "sensitive"):
+        raise Failed(Failure("content_filter", "the answer was cut off by the filter", status=400))
+    return "stop"
 
 
-def error_text(body: Any) -> str:
-    """The messages of an error body, whatever its shape; never the request that some servers echo."""
-    if isinstance(body, list):
-        return "; ".join(filter(None, map(error_text, body)))
-    if not isinstance(body, dict):
-        return str(body or "")
-    parts = [error_text(body[key]) for key in ("error", "message", "detail", "msg", "code", "type") if body.get(key)]
-    return "; ".join(dict.fromkeys(filter(None, parts)))
+def _is_whole_json(text: str) -> bool:
+    with contextlib.suppress(ValueError, RecursionError):
+        json.loads(text, strict=False)
+        return True
+    return False
 
 
-def error_from_body(body: Any, status: int, retry_after_s: float | None = None) -> ProviderError:
-    """The error that a server's answer means: judged by its text first, then by its status."""
-    text = one_line(error_text(body), 500) or f"HTTP status {status}"
-    if OVERFLOW.search(text):
-        limit = OVERFLOW_LIMIT.search(text)
-        return ContextOverflow(text, int(limit[1]) if limit else None)
-    if QUOTA.search(text):
-        return ProviderError(f"the account's quota is used up: {text}")
-    if status in (401, 403):
-        return ProviderError(f"the server refused the key ({text}). Check OPENAI_API_KEY and the base URL.")
-    if status == 404:
-        return ProviderError(f"not found ({text}). Check --model and --base-url; the URL usually ends in /v1.")
-    retryable = status in (0, 408, 409, 425, 429, 498) or status >= 500
-    return ProviderError(f"{text} (HTTP {status})" if status else text, retryable, retry_after_s)
+class CallSlots:
+    """Puts streamed pieces of tool calls together, also where index, id or name are missing or repeated.
+
+    The slot is found by the piece's index, or is the last one. A piece begins a new call when its id differs
+    from the slot's, or when it brings a name although the slot's arguments are already whole.
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[dict[str, Any]] = []
+        self._by_index: dict[Any, dict[str, Any]] = {}
+
+    def add(self, piece: dict[str, Any]) -> None:
+        """Take one piece: {"index"?, "id"?, "function": {"name"?, "arguments"?}, "extra_content"?}."""
+        function: dict[str, Any] = piece["function"] if isinstance(piece.get("function"), dict) else piece
+        index = piece.get("index") if isinstance(piece.get("index"), int) else None
+        identity, name, arguments = piece.get("id"), function.get("name"), function.get("arguments")
+        identity, name = (text if isinstance(text, str) else "" for text in (identity, name))
+        if isinstance(arguments, dict | list):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        arguments = arguments if isinstance(arguments, str) else ""
+        slot = self._by_index.get(index) if index is not None else (self.calls[-1] if self.calls else None)
+        if slot and identity and slot["id"] == identity and name and slot["arguments"] == arguments != "":
+            return  # the whole call once more
+        if slot is None or self._begins_another(slot, identity, name, arguments):
+            slot = {"id": "", "name": "", "arguments": "", "extra": {}}
+            self.calls.append(slot)
+        if index is not None:
+            self._by_index[index] = slot
+        slot["id"] = slot["id"] or identity
+        if name != slot["name"]:
+            slot["name"] += name
+        slot["arguments"] += arguments
+        if isinstance(piece.get("extra_content"), dict):
+            slot["extra"] = {"extra_content": piece["extra_content"]}
+
+    def _begins_another(self, slot: dict[str, Any], identity: str, name: str, arguments: str) -> bool:
+        if identity and slot["id"] and identity != slot["id"]:
+            return True
+        whole = bool(name) and _is_whole_json(slot["arguments"])
+        return whole and (not identity or identity != slot["id"] or arguments != "")
+
+
+def _merge_details(details: list[dict[str, Any]], pieces: Any) -> None:
+    """Add streamed pieces of OpenRouter's `reasoning_details`: texts of one index and type are joined."""
+    for piece in pieces if isinstance(pieces, list) else ():
+        if not isinstance(piece, dict):
+            continue
+        last = details[-1] if details else {}
+        if piece.get("type") != last.get("type") or piece.get("index") != last.get("index"):
+            details.append(dict(piece))
+            continue
+        for key, value in piece.items():
+            joined = key in ("text", "summary", "data") and isinstance(value, str) and isinstance(last.get(key), str)
+            last[key] = last[key] + value if joined else value or last.get(key)
 
 
 class ChatReader:
     """Builds a Reply from Chat Completions chunks, or from a whole completion sent as one event."""
 
-    def __init__(self) -> None:
-        self._text: list[str] = []
-        self._calls: list[dict[str, str]] = []
-        self._by_index: dict[int, dict[str, str]] = {}
+    patient = False
+
+    def __init__(self, source: str = "", thinks_first: bool = False) -> None:
+        self.finished = self.complete = False
+        self._source = source
+        self._filter = ThoughtFilter(thinks_first)
+        self._slots = CallSlots()
+        self._thoughts: dict[str, str] = {}
+        self._details: list[dict[str, Any]] = []
         self._finish = ""
-        self._done = False
         self._usage: Usage | None = None
 
     def feed(self, event: dict[str, Any]) -> list[Delta]:
         """Take one decoded chunk."""
         if event.get("done"):
-            self._done = True
+            self.finished = True
             return []
-        if event.get("error") or ("choices" not in event and ("message" in event or "detail" in event)):
-            raise error_from_body(event, status=_status_in(event))
-        if isinstance(event.get("usage"), dict):
-            self._usage = _usage(event["usage"])
+        choices = event.get("choices")
+        if event.get("error") or (choices is None and (event.get("message") or event.get("detail"))):
+            raise Failed(read_failure(event))
+        self._usage = _usage(event.get("usage")) or self._usage
         deltas: list[Delta] = []
-        for choice in event.get("choices") or ():
-            deltas += self._delta(choice.get("delta") or choice.get("message") or {})
-            self._finish = choice.get("finish_reason") or self._finish
+        for choice in choices if isinstance(choices, list) else ():
+            if not isinstance(choice, dict):
+                continue
+            self._usage = _usage(choice.get("usage")) or self._usage
+            delta, whole = choice.get("delta"), choice.get("message")
+            if isinstance(delta, dict) and delta:
+                deltas += self._delta(delta)
+            elif isinstance(whole, dict) and not self._filter.answer and not self._slots.calls:
+                deltas += self._delta(whole)
+            if isinstance(choice.get("finish_reason"), str):
+                self._finish = choice["finish_reason"] or self._finish
+                self.complete = bool(self._finish)
         return deltas
 
     def _delta(self, delta: dict[str, Any]) -> list[Delta]:
-        for call in delta.get("tool_calls") or ():
-            self._call(call)
+        for piece in delta["tool_calls"] if isinstance(delta.get("tool_calls"), list) else ():
+            if isinstance(piece, dict):
+                self._slots.add(piece)
+        if isinstance(delta.get("function_call"), dict):  # before there were tools
+            self._slots.add({"index": 0, "function": delta["function_call"]})
         deltas: list[Delta] = []
-        for key in ("reasoning_content", "reasoning"):
-            if isinstance(delta.get(key), str) and delta[key]:
-                deltas.append(ThinkingDelta(delta[key]))
+        _merge_details(self._details, delta.get("reasoning_details"))
+        for key in REASONING_KEYS:
+            if thought := _text_of(delta.get(key)):
+                self._thoughts[key] = self._thoughts.get(key, "") + thought
+                deltas.append(ThinkingDelta(thought))
                 break
-        if isinstance(delta.get("content"), str) and delta["content"]:
-            self._text.append(delta["content"])
-            deltas.append(TextDelta(delta["content"]))
+        content = delta.get("content")
+        for part in content if isinstance(content, list) else [content, delta.get("refusal")]:
+            if isinstance(part, dict) and "thinking" in part:  # Mistral's parts
+                if thought := _text_of(part["thinking"]):
+                    deltas.append(ThinkingDelta(thought))
+            else:
+                deltas += self._filter.feed(_text_of([part]))
         return deltas
 
-    def _call(self, delta: dict[str, Any]) -> None:
-        """Merge one piece of a tool call: by index; a new id under an old index is a new call."""
-        function, index, id_ = delta.get("function") or {}, delta.get("index"), delta.get("id") or ""
-        call = self._by_index.get(index) if index is not None else (self._calls[-1] if self._calls else None)
-        if call is None or (id_ and call["id"] and id_ != call["id"]):
-            call = {"id": "", "name": "", "arguments": ""}
-            self._calls.append(call)
-            if index is not None:
-                self._by_index[index] = call
-        call["id"] = call["id"] or id_
-        if function.get("name") and function["name"] != call["name"]:
-            call["name"] += function["name"]
-        arguments = function.get("arguments") or ""
-        call["arguments"] += arguments if isinstance(arguments, str) else json.dumps(arguments)
+    def end(self) -> list[Delta]:
+        """What was held back."""
+        return self._filter.finish()
 
     def reply(self) -> Reply:
-        """The whole reply; a stream that ended without finish_reason or [DONE] is no reply."""
-        if not self._finish and not self._done:
-            raise ProviderError("the reply broke off before it was complete", retryable=True)
-        calls = [ToolCall(c["id"], c["name"], c["arguments"]) for c in self._calls]
-        return Reply(assistant_message("".join(self._text), calls), self._finish or "stop", self._usage)
+        """The whole reply; a stream that ended without finish_reason, or [DONE] with all calls whole, is no reply."""
+        calls = [call for call in self._slots.calls if call["name"] or call["arguments"]]
+        is_whole = all(_is_whole_json(call["arguments"] or "{}") for call in calls)
+        if not self._finish and not (self.finished and is_whole and (calls or self._filter.answer)):
+            raise Failed(BROKE_OFF)
+        finish = checked_finish(self._finish)
+        text = self._filter.answer
+        if finish == "length" and not text and not calls and not self._thoughts and not (self._usage or Usage()).output:
+            raise Failed(Failure("context_length_exceeded", "no room was left for an answer"))
+        native: dict[str, Any] = {"reasoning": dict(self._thoughts)} if self._thoughts else {}
+        if self._details:
+            native["reasoning"] = {"reasoning_details": self._details}
+        if any(call["extra"] for call in calls):
+            native["calls"] = [call["extra"] for call in calls]
+        said = [ToolCall(call["id"], call["name"], call["arguments"]) for call in calls]
+        message = with_native(assistant_message(text, said), self._source, native)
+        return Reply(message, finish, self._usage, thinks_first=self._filter.thinks_first)
+
+
+UNSIGNED = {"extra_content": {"google": {"thought_signature": "skip_thought_signature_validator"}}}
+BRIDGE = "Noted."
+EMPTY = "(no text)"
+NO_REASONING_HOSTS = r"groq\.com|cerebras\.ai|mistral\.ai"  # they produce reasoning and refuse to see it again
 
 
 class ChatWire:
@@ -1384,9 +3930,18 @@ class ChatWire:
 
     path = "/chat/completions"
 
-    def body(self, model: str, messages: Sequence[Message], tools: Sequence[Tool]) -> dict[str, Any]:
+    def body(
+        self, source: str, model: str, messages: Sequence[Message], tools: Sequence[Tool], adaptation: Adaptation
+    ) -> dict[str, Any]:
         """As few parameters as possible: each one is refused by some server."""
-        body: dict[str, Any] = {"model": model, "messages": list(messages)}
+        sent: list[Message] = []
+        for message in messages:
+            if message["role"] == "user" and sent and sent[-1]["role"] == "tool" and "bridge" in adaptation.flags:
+                sent.append(assistant_message(BRIDGE))
+            sent.append(self._message(source, message, adaptation.flags))
+        if "system_as_user" in adaptation.flags and len(sent) > 1 and sent[0]["role"] == "system":
+            sent[:2] = [user_message(f"{sent[0]['content']}\n\n{sent[1]['content']}")]
+        body: dict[str, Any] = {"model": model, "messages": sent}
         if tools:
             body["tools"] = [
                 {
@@ -1397,31 +3952,313 @@ class ChatWire:
             ]
         return body | {"stream": True, "stream_options": {"include_usage": True}}
 
-    def reader(self) -> ReplyReader:
+    def _message(self, source: str, message: Message, flags: frozenset[str]) -> Message:
+        """One message with its native content, where that came from this source, and without it elsewhere."""
+        native, sent = native_of(message, source), without_native(message)
+        if "no_tool_name" in flags and sent["role"] == "tool":
+            del sent["name"]
+        if sent["role"] != "assistant":
+            return sent
+        if sent["content"] is None and "never_empty" in flags:
+            sent["content"] = EMPTY
+        if calls := sent.get("tool_calls"):
+            extras = native.get("calls") or []
+            if len(extras) != len(calls):
+                extras = [UNSIGNED if "signatures" in flags else {}] * len(calls)
+            sent["tool_calls"] = [call | extra for call, extra in zip(calls, extras, strict=True)]
+        wanted = "reasoning_back" in flags or not (says(NO_REASONING_HOSTS, source) or "no_reasoning_back" in flags)
+        reasoning = native.get("reasoning") or {}
+        if "reasoning_back" in flags and not reasoning.get("reasoning_content"):
+            reasoning = {"reasoning_content": EMPTY}  # it must not be empty, and other models' is not ours to send
+        return sent | reasoning if wanted else sent
+
+    def reader(self, source: str, adaptation: Adaptation) -> ReplyReader:
         """A fresh reader for one response."""
-        return ChatReader()
+        return ChatReader(source, "thinks_first" in adaptation.flags)
 
 
-def retry_after(headers: Mapping[str, str]) -> float | None:
-    """Seconds that the server asks to wait: Retry-After-Ms, or Retry-After in seconds or as a date."""
-    with contextlib.suppress(KeyError, ValueError):
-        return float(headers["retry-after-ms"]) / 1000
-    value = headers.get("retry-after", "")
-    with contextlib.suppress(ValueError):
-        return float(value.removesuffix("s"))
-    with contextlib.suppress(ValueError, TypeError):
-        return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - time.time())
-    return None
+class ResponsesReader:
+    """Builds a Reply from the events of the Responses API, or from a whole response sent as one event."""
+
+    def __init__(self, source: str = "") -> None:
+        self.finished = self.complete = self.patient = False
+        self._source = source
+        self._streamed: list[str] = []
+        self._items: list[dict[str, Any]] = []
+        self._final: dict[str, Any] = {}
+
+    def feed(self, event: dict[str, Any]) -> list[Delta]:
+        """Take one decoded event; unknown ones are passed over."""
+        kind, response = str(event.get("type") or ""), event.get("response")
+        response = response if isinstance(response, dict) else {}
+        if event.get("object") == "response":  # a whole one, not streamed
+            kind, response = f"response.{event.get('status')}", event
+        if kind in ("error", "response.failed", "response.cancelled") or (not kind and not event.get("done")):
+            raise Failed(read_failure(response.get("error") or event))
+        if kind in ("response.completed", "response.incomplete"):
+            self.finished, self.complete, self._final = True, True, response
+        item, delta = event.get("item"), event.get("delta")
+        if isinstance(item, dict):
+            self.patient = kind == "response.output_item.added" and item.get("type") == "reasoning"
+            if kind == "response.output_item.done":
+                self._items.append(item)
+        if not isinstance(delta, str) or not delta:
+            return []
+        if kind in ("response.reasoning_summary_text.delta", "response.reasoning_text.delta"):
+            return [ThinkingDelta(delta)]
+        if kind in ("response.output_text.delta", "response.refusal.delta"):
+            self._streamed.append(delta)
+            return [TextDelta(delta)]
+        return []
+
+    def end(self) -> list[Delta]:
+        """Nothing is held back."""
+        return []
+
+    def reply(self) -> Reply:
+        """The whole reply; without its closing event it is none."""
+        if not self.finished:
+            raise Failed(BROKE_OFF)
+        details = self._final.get("incomplete_details")
+        reason = details.get("reason") if isinstance(details, dict) else None
+        finish = checked_finish(str(reason or "length")) if self._final.get("status") == "incomplete" else "stop"
+        output = self._final.get("output")
+        items = self._items or [item for item in output or () if isinstance(item, dict)]
+        text = "".join(_text_of(item.get("content")) for item in items if item.get("type") == "message")
+        calls = []
+        for item in items:
+            if item.get("type") == "function_call":
+                slots = CallSlots()
+                slots.add(item | {"id": item.get("call_id")})
+                calls.append(ToolCall(slots.calls[0]["id"], slots.calls[0]["name"], slots.calls[0]["arguments"]))
+        message = assistant_message(text or "".join(self._streamed), calls)
+        native = {"items": [{k: v for k, v in item.items() if v is not None} for item in items]}
+        return Reply(with_native(message, self._source, native), finish, _usage(self._final.get("usage")))
 
 
-def backoff(attempt: int, retry_after_s: float | None, chance: float) -> float:
-    """Seconds to wait after failed attempt 1, 2, ...: what the server asks, else 1, 2, 4 ... 30 with 25 % jitter.
+NOT_REASONING = r"^(?:gpt-3|gpt-4|chatgpt)"  # models that refuse what is asked of reasoning models
 
-    `chance` is a random number in [0, 1).
+
+class ResponsesWire:
+    """The Responses API, with nothing stored at the service: reasoning comes encrypted and is sent back unchanged."""
+
+    path = "/responses"
+
+    def body(
+        self, source: str, model: str, messages: Sequence[Message], tools: Sequence[Tool], adaptation: Adaptation
+    ) -> dict[str, Any]:
+        """Items built from the neutral transcript; this source's own items as they came."""
+        flags, items = adaptation.flags, list[dict[str, Any]]()
+        body: dict[str, Any] = {"model": model}
+        theirs: dict[str, str] = {}  # our call id -> the id under which this source knows the call
+        for message in messages:
+            if message["role"] == "system":
+                body["instructions"] = message["content"]
+            elif message["role"] == "assistant":
+                items += self._assistant(native_of(message, source), message, flags, theirs)
+            elif message["role"] == "tool":
+                identity = theirs.get(message["tool_call_id"], message["tool_call_id"])
+                items.append({"type": "function_call_output", "call_id": identity, "output": message["content"]})
+            else:
+                items.append({"role": "user", "content": message["content"]})
+        body |= {"input": items, "store": False, "stream": True}
+        if tools:
+            body["tools"] = [
+                {
+                    "type": "function", "name": tool.name, "description": tool.description,
+                    "parameters": tool.parameters, "strict": False,
+                }
+                for tool in tools
+            ]  # fmt: skip
+        if not says(NOT_REASONING, model):
+            if "no_encrypted" not in flags:
+                body["include"] = ["reasoning.encrypted_content"]
+            if "no_summary" not in flags:
+                body["reasoning"] = {"summary": "auto"}
+        return body
+
+    def _assistant(
+        self, native: dict[str, Any], message: Message, flags: frozenset[str], theirs: dict[str, str]
+    ) -> list[dict[str, Any]]:
+        """The items of one assistant message; notes in `theirs` which ids the calls have there."""
+        calls = message_calls(message)
+        own = native.get("items") or []
+        asked = [item for item in own if item.get("type") == "function_call"]
+        ids = [item.get("call_id") for item in asked]
+        usable = all(isinstance(i, str) and 0 < len(i) <= 64 for i in ids) and len({*ids, *theirs.values()}) == len(
+            ids
+        ) + len(set(theirs.values()))
+        if not own or "no_native" in flags or len(asked) != len(calls) or not usable:
+            items: list[dict[str, Any]] = []
+            if text := message_text(message):
+                items.append({"role": "assistant", "content": text})
+            return items + [self._call(call.id, call) for call in calls]
+        theirs.update(zip((call.id for call in calls), ids, strict=True))
+        by_id = dict(zip(ids, calls, strict=True))
+        items = []
+        for item in own:
+            if item.get("type") == "reasoning" and (not item.get("encrypted_content") or "no_encrypted" in flags):
+                continue  # nothing is stored at the service, so that it could not find it
+            if item.get("type") == "function_call":  # arguments as they were mended, everything else as it came
+                item = item | self._call(item["call_id"], by_id[item["call_id"]])
+            items.append({k: v for k, v in item.items() if k != "id" or "no_item_ids" not in flags})
+        return items
+
+    def _call(self, identity: str, call: ToolCall) -> dict[str, Any]:
+        return {"type": "function_call", "call_id": identity, "name": call.name, "arguments": call.arguments}
+
+    def reader(self, source: str, adaptation: Adaptation) -> ReplyReader:
+        """A fresh reader for one response."""
+        return ResponsesReader(source)
+
+
+# Calls that a model prints as text, where its server does not know the model's own form of a call
+PRINTED_NOISE = re.compile(
+    r"\s+|```\w*|</?tool_calls?>|</?tools?>|\[TOOL_CALLS\]|</function(?:_calls?)?>|<function_calls?>"
+    r"|</?invoke>|</?[\w:]*tool_calls?>|<\|(?:python_tag|call|im_end|eom_id|eot_id|end|tool_call_end)\|>"
+    r"|<\|tool_calls_section_(?:begin|end)\|>|<｜tool▁calls?▁(?:begin|end)｜>(?=\s*<|\s*$)|<｜tool▁call▁end｜>|[\[\],;]"
+)
+PRINTED_HEADS = tuple(
+    re.compile(head)
+    for head in (
+        r"<function=(?P<name>[^>\s]+)>",  # Qwen 3 Coder, Llama
+        r"<invoke name=\"(?P<name>[^\"]+)\">",  # MiniMax, Anthropic's old form
+        r"(?:<\|start\|>assistant)?<\|channel\|>\w+ to=functions\.(?P<name>[\w.-]+)[^{]*?<\|message\|>",  # gpt-oss
+        r"<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?(?P<name>[\w.-]+)(?:<｜tool▁sep｜>)?",  # DeepSeek
+        r"<\|tool_call_begin\|>\s*(?P<name>[\w.:-]+)\s*<\|tool_call_argument_begin\|>",  # Kimi
+        r"(?P<name>[\w.-]+)(?:\[CALL_ID\]\w+)?\[ARGS\]",  # Mistral
+        r"(?P<name>[\w.-]+)(?=\s*<arg_key>)",  # GLM
+    )
+)
+PRINTED_PARAMETER = re.compile(
+    r"\s*(?:<parameter(?:=| name=\")(?P<a>[\w-]+)\"?[^>]*>\n?(?P<b>.*?)\n?</parameter>"
+    r"|<arg_key>(?P<c>.*?)</arg_key>\s*<arg_value>(?P<d>.*?)</arg_value>)",
+    re.DOTALL,
+)
+
+
+def _printed_arguments(text: str, at: int) -> tuple[dict[str, Any], int]:
+    """The arguments that stand at this place, as JSON or as named parameters, and where they end."""
+    opening = re.compile(r"\s*(?:```\w*\s*)?").match(text, at)
+    start = opening.end() if opening else at
+    if text.startswith("{", start):
+        arguments, end = json.JSONDecoder(strict=False).raw_decode(text, start)
+        return arguments, end
+    arguments = {}
+    while found := PRINTED_PARAMETER.match(text, at):
+        arguments[found["a"] or found["c"]] = found["b"] if found["a"] else found["d"]
+        at = found.end()
+    return arguments, at
+
+
+def _printed_call(text: str, at: int) -> tuple[str, dict[str, Any], int]:
+    """(name, arguments, end) of the call that begins at this place; raises ValueError when there is none."""
+    for head in PRINTED_HEADS:
+        if found := head.match(text, at):
+            return found["name"], *_printed_arguments(text, found.end())
+    value, end = json.JSONDecoder(strict=False).raw_decode(text, at)
+    if isinstance(value, dict) and isinstance(value.get("function"), dict):
+        value = value["function"]
+    if not isinstance(value, dict):
+        raise ValueError("no call")
+    name = value.get("name") or value.get("tool") or value.get("function")
+    keys = [key for key in ("arguments", "parameters", "args", "input", "tool_input") if key in value]
+    arguments = value[keys[0]] if keys else None
+    arguments = json.loads(arguments, strict=False) if isinstance(arguments, str) else arguments
+    if not isinstance(name, str) or not isinstance(arguments, dict):
+        raise ValueError("no call")
+    return name, arguments, end
+
+
+def printed_calls(text: str) -> list[ToolCall]:
+    """The calls that a text consists of; [] as soon as anything else stands in it, or one of them does not fit.
+
+    So that prose which shows an example is never taken for a call.
     """
-    if retry_after_s is not None:
-        return retry_after_s
-    return min(30.0, 2.0 ** (attempt - 1)) * (1 - 0.25 * chance)
+    calls, at, text = [], 0, text.strip()
+    try:
+        while at < len(text):
+            if noise := PRINTED_NOISE.match(text, at):
+                at = noise.end()
+                continue
+            name, arguments, at = _printed_call(text, at)
+            tool = find_tool(name)
+            arguments = parse_arguments(tool, json.dumps(arguments))
+            calls.append(ToolCall("", tool.name, json.dumps(arguments, ensure_ascii=False)))
+    except (ValueError, RecursionError, ToolError):
+        return []
+    return calls
+
+
+# --- Provider: requests ---------------------------------------------------------------------------
+# The service that answers: one request out, deltas and one Reply back, however often it takes. Requests go through
+# the openai SDK's low-level `post`, and the bytes that come back are read here: the SDK's own stream of typed
+# objects costs ten times as much, loses events in unusual shapes, and takes a reply that broke off for a whole one.
+
+LOCAL_SERVERS = (
+    ("Ollama", "http://127.0.0.1:11434/v1"),
+    ("LM Studio", "http://127.0.0.1:1234/v1"),
+    ("llama.cpp", "http://127.0.0.1:8080/v1"),
+)
+OPENAI_URL = "https://api.openai.com/v1"
+DEFAULT_MODEL = "gpt-4.1"
+SILENT_THINKING_S = 600  # how long a model may think without a word, and keep-alives may come without an event
+AFTER_FINISH_S = 5.0  # how long to wait for the rest, such as the usage, when the answer is complete already
+
+
+class Provider(Protocol):
+    """What the loop knows of a model."""
+
+    model: str
+
+    @property
+    def context_window(self) -> int | None:
+        """Tokens that the model accepts, as far as that is known."""
+        ...
+
+    def stream(
+        self, messages: Sequence[Message], tools: Sequence[Tool], interrupt: asyncio.Event
+    ) -> AsyncGenerator[Delta | Reply, None]:
+        """Send one request; yield deltas as they come and the Reply last.
+
+        After a Retry what was yielded before is void. Raises ProviderError, ContextOverflow, Interrupted.
+        """
+        ...
+
+
+WIRE_OF: Mapping[str, type[Wire]] = {"chat": ChatWire, "responses": ResponsesWire}
+
+
+def is_loopback(base_url: str) -> bool:
+    """Whether a URL names this very machine."""
+    return bool(re.match(r"https?://(127\.\d+\.\d+\.\d+|localhost|\[::1\])([:/]|$)", base_url))
+
+
+def list_models(base_url: str, api_key: str = "", timeout_s: float = 10) -> list[str]:
+    """The names that GET {base_url}/models lists; raises OSError or ValueError when it does not answer so."""
+    import http.client
+    import urllib.request
+
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    handlers = [urllib.request.ProxyHandler({})] if is_loopback(base_url) else []
+    request = urllib.request.Request(base_url.rstrip("/") + "/models", headers=headers)
+    try:
+        with urllib.request.build_opener(*handlers).open(request, timeout=timeout_s) as response:
+            listed = json.load(response)
+    except http.client.HTTPException as exc:
+        raise OSError(str(exc) or type(exc).__name__) from None
+    if not isinstance(listed, dict) or not isinstance(listed.get("data"), list):
+        raise ValueError("no list of models")
+    return [str(model["id"]) for model in listed["data"] if isinstance(model, dict) and model.get("id")]
+
+
+def find_local_server() -> tuple[str, str, str] | None:
+    """(name, base URL, first model) of a model server that listens on loopback, or None."""
+    for name, base_url in LOCAL_SERVERS:
+        with contextlib.suppress(OSError, ValueError):
+            if models := list_models(base_url, timeout_s=0.5):
+                return name, base_url, models[0]
+    return None
 
 
 class ByteFeed:
@@ -1459,8 +4296,19 @@ class ByteFeed:
         await self._response.aclose()
 
 
-def _is_loopback(base_url: str) -> bool:
-    return bool(re.match(r"https?://(127\.\d+\.\d+\.\d+|localhost|\[::1\])([:/]|$)", base_url))
+def split_base_url(text: str) -> tuple[str, dict[str, str]]:
+    """(base URL, query) of what a user gave as the base URL; raises ConfigError when it is none.
+
+    A whole endpoint's address is cut back to the base; Azure's `?api-version=...` goes with every request.
+    """
+    import urllib.parse
+
+    text = text.strip().strip("'\"")
+    parts = urllib.parse.urlsplit(text)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ConfigError(f"the base URL {text!r} must start with http:// or https://, such as https://HOST/v1.")
+    path = re.sub(r"/(chat/completions|completions|responses|models)/?$", "", parts.path).rstrip("/")
+    return f"{parts.scheme}://{parts.netloc}{path}", dict(urllib.parse.parse_qsl(parts.query))
 
 
 def transport_errors() -> tuple[type[Exception], ...]:
@@ -1468,94 +4316,267 @@ def transport_errors() -> tuple[type[Exception], ...]:
     import httpx2
     import openai
 
-    return (ProviderError, TimeoutError, openai.OpenAIError, httpx2.HTTPError, httpx2.InvalidURL)
+    return (Failed, TimeoutError, openai.OpenAIError, httpx2.HTTPError, httpx2.InvalidURL, httpx2.StreamError, OSError)
 
 
-def classify(error: Exception, base_url: str, limit_s: float) -> ProviderError:
-    """The ProviderError that says what a failed request means, and whether to try again."""
+def failure_of(error: Exception, limit_s: float) -> Failure:
+    """What an exception of a request means, in the terms of an answer."""
     import openai
 
-    if isinstance(error, ProviderError):
-        return error
+    if isinstance(error, Failed):
+        return error.failure
     if isinstance(error, TimeoutError | openai.APITimeoutError):
-        return ProviderError(f"the model produced no output for {limit_s:g} s", retryable=True)
+        return Failure("timeout", f"no output for {limit_s:g} s")
     if isinstance(error, openai.APIStatusError):
+        text = error.response.text
         try:
-            body = json.loads(error.response.text)
-        except json.JSONDecodeError:
-            body = re.sub(r"<[^>]*>", " ", error.response.text)
-        return error_from_body(body, error.status_code, retry_after(error.response.headers))
-    cause = error.__cause__ or error
-    reason = one_line(str(cause) or type(cause).__name__)
-    return ProviderError(f"cannot reach {base_url}: {reason}. Is the server running?", retryable=True)
+            text = json.loads(text)
+        except (ValueError, RecursionError):
+            location = error.response.headers.get("location")
+            text = f"redirected to {location}" if location else text
+        return read_failure(text, error.status_code, error.response.headers)
+    cause: BaseException = error
+    while cause.__cause__ or cause.__context__:
+        cause = cause.__cause__ or cause.__context__ or cause
+    return Failure("no connection", one_line(str(cause) or type(cause).__name__, 200))
+
+
+def explain(failure: Failure, base_url: str, model: str, size: int) -> ProviderError:
+    """`classify`, and the errors that come from no server."""
+    if failure.text == "timeout":
+        return ProviderError(f"{base_url}: the model produced {failure.said}", True)
+    if failure.text != "no connection":
+        return classify(failure, base_url, model, size)
+    if says(r"certificate|SSL", failure.said):
+        hint = "Set SSL_CERT_FILE to the file with your organisation's certificates, or check the address."
+        return ProviderError(f"no trusted connection to {base_url} ({failure.said}). {hint}")
+    return ProviderError(f"cannot reach {base_url} ({failure.said}). Is the server running?", True)
+
+
+class Exchange:
+    """One request on its way: `open`, then `read` until it gives None, then `close`."""
+
+    def __init__(self, reader: ReplyReader, first_limit_s: float, idle_limit_s: float) -> None:
+        self.reader = reader
+        self.limit_s = first_limit_s
+        """How long the next bytes may take: less once the model has begun, more while it thinks silently."""
+        self._first_limit_s, self._idle_limit_s = first_limit_s, idle_limit_s
+        self._events = EventStream()
+        self._whole: bytes | None = None
+        self._feed: ByteFeed | None = None
+        self._last_event = time.monotonic()
+        self._at_end = False
+
+    async def open(self, posting: Awaitable[httpx2.Response], interrupt: asyncio.Event) -> None:
+        """Send the request and wait for the head of the response."""
+        response = await interruptible(posting, interrupt, self.limit_s)
+        kind = response.headers.get("content-type", "")
+        self._whole = b"" if re.search("json|html|text/plain", kind) else None
+        self._feed = ByteFeed(response)
+
+    async def read(self, interrupt: asyncio.Event) -> list[Delta] | None:
+        """The deltas that came next, None at the end. Raises what transport_errors lists, and Interrupted."""
+        assert self._feed
+        if self._at_end or self.reader.finished:
+            return None
+        try:
+            data = await interruptible(self._feed.read(), interrupt, self.limit_s)
+        except transport_errors():
+            if self.reader.complete:
+                return None  # nothing that matters can be missing
+            raise
+        self._at_end = not data
+        if self._whole is None:
+            return self._take(self._events.feed(data) if data else self._events.end())
+        self._whole += data
+        return [] if data else self._take_whole(self._whole.decode("utf-8", "replace"))
+
+    def _take(self, events: list[str]) -> list[Delta]:
+        deltas = [delta for data in events for delta in self.reader.feed(decode_event(data))]
+        if events:
+            self._last_event = time.monotonic()
+        elif time.monotonic() - self._last_event > SILENT_THINKING_S:
+            raise TimeoutError
+        if deltas:
+            self._first_limit_s = self._idle_limit_s
+        self.limit_s = SILENT_THINKING_S if self.reader.patient else self._first_limit_s
+        if self.reader.complete:
+            self.limit_s = AFTER_FINISH_S
+        return deltas
+
+    def _take_whole(self, text: str) -> list[Delta]:
+        """The deltas of an answer that is not streamed; a page for people means that this is no endpoint."""
+        if text.lstrip().startswith("data:"):
+            return self._take([*self._events.feed(text.encode()), *self._events.end()])
+        try:
+            answer = json.loads(text)
+        except (ValueError, RecursionError):
+            failure = read_failure(text, status=404)
+            raise Failed(failure if text.strip() else BROKE_OFF) from None
+        deltas = self._take([json.dumps(answer)])
+        self.reader.finished = True
+        return deltas
+
+    async def close(self) -> None:
+        """End the reading; the connection is given back or closed."""
+        if self._feed:
+            await self._feed.close()
+
+
+@dataclass
+class Tries:
+    """What was tried for one request."""
+
+    attempts: int = 0
+    model_faults: int = 0
+    adaptations: int = 0
+
+
+def checked_key(key: str) -> str:
+    """The key without what was copied along with it; raises ConfigError when it cannot be sent."""
+    key = key.strip().strip("'\"")
+    if not key.isascii() or not key.isprintable() or " " in key:
+        raise ConfigError("OPENAI_API_KEY holds a character that no key has. Copy it again.")
+    return key
 
 
 class HttpProvider:
-    """A service reached over HTTP, asked on one wire."""
+    """A service reached over HTTP. Which wire it is asked on follows from the settings and from what it refused."""
 
-    def __init__(self, config: Config, base_url: str, model: str, wire: Wire) -> None:
+    def __init__(self, config: Config, base_url: str, model: str, wire: Wire | None = None) -> None:
         self.config = config
-        self.base_url = base_url
+        self.base_url, self._query = split_base_url(base_url)
         self.model = model
-        self.wire = wire
+        self.sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
+        self._key = checked_key(config.api_key)
+        self._fixed_wire = wire
+        self._file = AdaptationFile(config.state_dir / "providers.json")
+        self._native_callers: set[str] = set()  # sources that have called a tool in the wire's own form
         self._client: openai.AsyncOpenAI | None = None
+
+    @property
+    def source(self) -> str:
+        """What adaptations are remembered for, and native content belongs to."""
+        return f"{self.base_url} {self.model}"
+
+    @property
+    def adaptation(self) -> Adaptation:
+        """How the present model wants to be asked."""
+        return self._file.load(self.source)
+
+    @property
+    def context_window(self) -> int | None:
+        """The window that the user set or the server named, whichever is smaller."""
+        return min(filter(None, (self.config.context_window, self.adaptation.window)), default=None)
+
+    def _remember(self, adaptation: Adaptation) -> None:
+        self._file.save(self.source, adaptation, keep_window=not is_loopback(self.base_url))
+
+    def wire_name(self) -> str:
+        """The wire that the next request goes through."""
+        if self.config.api != "auto":
+            return self.config.api
+        learned = [name for name in ("json", "responses", "chat") if name in self.adaptation.flags]
+        return learned[0] if learned else ("responses" if says(r"//api\.openai\.com", self.base_url) else "chat")
 
     async def stream(
         self, messages: Sequence[Message], tools: Sequence[Tool], interrupt: asyncio.Event
     ) -> AsyncGenerator[Delta | Reply, None]:
         """Send one request and read its reply, again and again while that can help. See Provider."""
-        content = json.dumps(self.wire.body(self.model, messages, tools)).encode()
-        for attempt in range(1, self.config.max_attempts + 1):
-            reader, events, feed = self.wire.reader(), EventStream(), None
-            limit_s = self._first_limit_s()
+        messages, tries = valid_messages(messages), Tries()
+        while True:
+            wire = self._fixed_wire or WIRE_OF[self.wire_name()]()
+            body = wire.body(self.source, self.model, messages, tools, self.adaptation)
+            body = adapted_body(body, self.adaptation)
+            content = json.dumps(body).encode()
+            client = self._connected()
+            reader = wire.reader(self.source, self.adaptation)
+            exchange = Exchange(reader, self._first_limit_s(), self.config.idle_timeout_s)
             try:
-                response = await self._send(content, interrupt)
-                feed = ByteFeed(response)
-                is_stream = "json" not in response.headers.get("content-type", "")
-                whole = b""
-                while data := await interruptible(feed.read(), interrupt, limit_s):
-                    limit_s = self.config.idle_timeout_s
-                    if is_stream:
-                        for delta in self._take(reader, events.feed(data)):
-                            yield delta
-                    else:
-                        whole += data
-                for delta in self._take(reader, events.end() if is_stream else [whole.decode("utf-8", "replace")]):
+                await exchange.open(self._post(client, wire.path, content), interrupt)
+                while (deltas := await exchange.read(interrupt)) is not None:
+                    for delta in deltas:
+                        yield delta
+                for delta in reader.end():
                     yield delta
-                yield reader.reply()
-                return
+                reply = self._checked(reader.reply())
             except transport_errors() as exc:
-                failure = classify(exc, self.base_url, limit_s)
+                failure, reply = failure_of(exc, exchange.limit_s), None
             finally:
-                if feed:
-                    await feed.close()
-            if not failure.retryable or attempt == self.config.max_attempts:
-                raise failure
-            delay_s = backoff(attempt, failure.retry_after_s, random.random())
-            if delay_s > MAX_WAIT_S:
-                raise ProviderError(f"{failure} The server asks to wait {delay_s:.0f} s; try again then.", True)
-            yield Retry(attempt, delay_s, str(failure))
-            await interruptible(asyncio.sleep(delay_s), interrupt)
+                await exchange.close()
+            if reply:
+                yield reply
+                return
+            step = await self._after(failure, tries, body, len(content))
+            yield step
+            if isinstance(step, Reply):
+                return
+            if isinstance(step, Retry):
+                await interruptible(self.sleep(step.delay_s), interrupt)
 
-    def _take(self, reader: ReplyReader, events: Iterable[str]) -> Iterator[Delta]:
-        """Feed decoded events to the reader; data that is not JSON is an error text, or noise."""
-        for data in events:
-            if data.strip() == "[DONE]":
-                reader.feed({"done": True})
-                continue
-            try:
-                event = json.loads(data)
-            except json.JSONDecodeError:
-                raise ProviderError(f"the server sent no JSON: {one_line(data)}", retryable=True) from None
-            if isinstance(event, str | list):
-                raise error_from_body(event, status=0)
-            if isinstance(event, dict):
-                yield from reader.feed(event)
+    def _checked(self, reply: Reply) -> Reply:
+        """The reply with calls that were printed as text as calls; raises Failed when it holds nothing at all."""
+        if reply.thinks_first and "thinks_first" not in self.adaptation.flags:
+            self._remember(dataclasses.replace(self.adaptation, flags=self.adaptation.flags | {"thinks_first"}))
+        if reply.tool_calls:
+            self._native_callers.add(self.source)
+        elif self.source not in self._native_callers and (calls := printed_calls(reply.text)):
+            return dataclasses.replace(reply, message=assistant_message("", calls))
+        elif not reply.text.strip() and reply.finish_reason == "stop":
+            raise Failed(NO_REPLY)
+        return reply
+
+    async def _after(self, failure: Failure, tries: Tries, body: dict[str, Any], size: int) -> Retry | Adapted | Reply:
+        """What to do after a failure: ask differently, wait, or hand on; raises ProviderError when nothing helps."""
+        error = explain(failure, self.base_url, self.model, size)
+        adaptation, wires = self.adaptation, tuple(WIRE_OF) if self.config.api == "auto" else ()
+        if isinstance(error, ContextOverflow) and error.limit and error.limit < (self.context_window or sys.maxsize):
+            self._remember(dataclasses.replace(adaptation, window=error.limit))
+        if not error.retryable and tries.adaptations < MAX_ADAPTATIONS:
+            has_v1 = bool(re.search(r"/v\d", self.base_url))
+            if change := adapt(failure, adaptation, body, self.wire_name(), wires, has_v1):
+                tries.adaptations += 1
+                self._remember(change[0])
+                return Adapted(f"{self.base_url} said: {one_line(failure.said, 120)} So {change[1]}.")
+        if isinstance(error, ModelFault):
+            tries.model_faults += 1
+            if calls := printed_calls(failure.generated):
+                return Reply(assistant_message("", calls))
+            if tries.model_faults > MAX_MODEL_FAULTS:
+                return Reply(assistant_message(""), problem="" if failure is NO_REPLY else failure.said)
+            return Retry(tries.model_faults, backoff(1, failure.wait_s, random.random()), str(error))
+        tries.attempts += 1
+        if not error.retryable:
+            raise await self._with_models(error, failure)
+        return self._retry(error, failure, tries)
+
+    def _retry(self, error: ProviderError, failure: Failure, tries: Tries) -> Retry:
+        """The wait before the next try; raises the error when there were enough, or the wait is too long."""
+        loading = bool(says(LOADING, failure.text))
+        most = LOADING_ATTEMPTS if loading else self.config.max_attempts
+        if failure.text == "no connection":
+            most = min(most, CONNECT_ATTEMPTS)
+        if tries.attempts >= most:
+            raise ProviderError(f"{error} Gave up after {tries.attempts} tries.", True)
+        delay_s = LOADING_DELAY_S if loading else backoff(tries.attempts, error.retry_after_s, random.random())
+        if delay_s > MAX_WAIT_S:
+            then = datetime.fromtimestamp(time.time() + delay_s).strftime("%H:%M")
+            raise ProviderError(f"{error}. It asks to wait {delay_s:.0f} s, until {then}; try again then.", True)
+        return Retry(tries.attempts, delay_s, str(error))
+
+    async def _with_models(self, error: ProviderError, failure: Failure) -> ProviderError:
+        """The error, and where it is about an unknown model, the models that there are."""
+        if isinstance(error, ContextOverflow) or failure.status not in (400, 404) or not says(NO_MODEL, failure.text):
+            return error
+        with contextlib.suppress(OSError, ValueError):
+            if names := await asyncio.to_thread(list_models, self.base_url, self._key, 3):
+                return ProviderError(f"{error} It has {one_line(', '.join(names), 200)}.")
+        return error
 
     def _first_limit_s(self) -> float:
-        return self.config.first_token_timeout_s * (5 if _is_loopback(self.base_url) else 1)
+        return self.config.first_token_timeout_s * (5 if is_loopback(self.base_url) else 1)
 
-    async def _send(self, content: bytes, interrupt: asyncio.Event) -> httpx2.Response:
+    async def _post(self, client: openai.AsyncOpenAI, path: str, content: bytes) -> httpx2.Response:
         """Post the body and return the response with its head read; raises what the SDK raises."""
         import httpx2
         from openai import AsyncStream
@@ -1565,27 +4586,34 @@ class HttpProvider:
             "Content-Type": "application/json",
             "Accept": "text/event-stream, application/json",
         }
-        posting = self._connected().post(
-            self.wire.path, content=content, cast_to=httpx2.Response, stream=True, stream_cls=AsyncStream[Any],
-            options={"headers": headers},
+        if says(r"\.azure\.com|azure-api\.net", self.base_url):
+            headers["api-key"] = self._key
+        prefix = "/v1" if "v1" in self.adaptation.flags else ""
+        response = await client.post(
+            prefix + path, content=content, cast_to=httpx2.Response, stream=True, stream_cls=AsyncStream[Any],
+            options={"headers": headers, "params": self._query},
         )  # fmt: skip
-        response = await interruptible(posting, interrupt, self._first_limit_s())
         assert isinstance(response, httpx2.Response)
         return response
 
     def _connected(self) -> openai.AsyncOpenAI:
-        """The SDK's client, made at the first request and kept alive."""
+        """The SDK's client, made at the first request and kept alive; raises ProviderError for a proxy that is none."""
         if self._client is None:
             import httpx2
             import openai
 
-            http_client = None
-            if _is_loopback(self.base_url):  # a proxy cannot reach our loopback
-                http_client = openai.DefaultAsyncHttpx2Client(trust_env=False)
+            try:
+                # a proxy cannot reach our loopback
+                http_client = openai.DefaultAsyncHttpx2Client(trust_env=not is_loopback(self.base_url))
+            except (ImportError, ValueError, OSError) as exc:
+                hint = "Check HTTP_PROXY, HTTPS_PROXY, ALL_PROXY and SSL_CERT_FILE."
+                raise ProviderError(f"the network settings cannot be used ({one_line(str(exc))}). {hint}") from None
             self._client = openai.AsyncOpenAI(
-                api_key=self.config.api_key or "none", base_url=self.base_url, max_retries=0,
-                timeout=httpx2.Timeout(MAX_TIMEOUT_S, connect=15), http_client=http_client,
+                api_key=self._key or "none", base_url=self.base_url, max_retries=0, http_client=http_client,
+                timeout=httpx2.Timeout(2 * SILENT_THINKING_S, connect=15),
             )  # fmt: skip
+            if not says(r"//api\.openai\.com", self.base_url):
+                self._client.organization = self._client.project = None  # these are names at OpenAI
         return self._client
 
     async def close(self) -> None:
@@ -1593,29 +4621,6 @@ class HttpProvider:
         if self._client is not None:
             await self._client.close()
             self._client = None
-
-
-def list_models(base_url: str, api_key: str = "", timeout_s: float = 10) -> list[str]:
-    """The names that GET {base_url}/models lists; raises OSError or ValueError when it does not answer so."""
-    import urllib.request
-
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    handlers = [urllib.request.ProxyHandler({})] if _is_loopback(base_url) else []
-    request = urllib.request.Request(base_url.rstrip("/") + "/models", headers=headers)
-    with urllib.request.build_opener(*handlers).open(request, timeout=timeout_s) as response:
-        listed = json.load(response)
-    if not isinstance(listed, dict) or not isinstance(listed.get("data"), list):
-        raise ValueError("no list of models")
-    return [str(model["id"]) for model in listed["data"] if isinstance(model, dict) and model.get("id")]
-
-
-def find_local_server() -> tuple[str, str, str] | None:
-    """(name, base URL, first model) of a model server that listens on loopback, or None."""
-    for name, base_url in LOCAL_SERVERS:
-        with contextlib.suppress(OSError, ValueError):
-            if models := list_models(base_url, timeout_s=0.5):
-                return name, base_url, models[0]
-    return None
 
 
 # --- Context --------------------------------------------------------------------------------------
@@ -1705,16 +4710,39 @@ FIRST_PROMPT = """\
 You are starting in a directory (maybe a git repository) that someone may have worked on already. Look around to
 become familiar with it, then say in a few lines what is there and ask for instructions."""
 
-EMPTY_REPLY = "Your reply was empty. Take the next useful action with a tool, or give a concise answer."
-CUT_OFF_TEXT = "Your reply was cut off by the output limit. Go on from where it stopped, in smaller pieces."
+CALL_HINT = "Write complete calls of the tools named above, with arguments that are one JSON object each."
+EMPTY_REPLY = "It was empty. Take the next useful action with a tool, or give a concise answer."
+CUT_OFF_TEXT = """Your reply was cut off by the output limit. Say in few words what you found and what is still to
+be done, do not repeat long outputs, and go on in smaller pieces."""
 REPEATED = "You called {name} with the same arguments {count} times and got the same result each time. You have it"
 REPEATED += " already: do something else."
 REMIND_AT, STOP_AT = 3, 5  # identical calls with identical results in a row
-MAX_EMPTY_REPLIES = 2
+MAX_UNUSABLE_REPLIES = 2  # in one turn
+
+
+def unusable(detail: str) -> str:
+    """The words to the model about a reply that could not be used."""
+    return f"{FEEDBACK}Your reply could not be processed. No tool was executed for it. {detail}"
+
+
+BeforeChange = Callable[[], Awaitable[None]]
+
+
+async def _nothing() -> None:
+    """What happens before a change where nothing has to."""
+
+
+def request_digest(messages: Sequence[Message], tools: Sequence[Tool]) -> str:
+    """The same for two requests exactly when they offer the same tools and send the same messages."""
+    offered = [[tool.name, tool.description, tool.parameters] for tool in tools]
+    return hashlib.sha256(json.dumps([list(messages), offered]).encode()).hexdigest()[:32]
 
 
 class Agent:
-    """One conversation: the transcript and the loop that grows it."""
+    """One conversation: the transcript and the loop that grows it.
+
+    `before_change` is awaited before a call that may change something, after its approval.
+    """
 
     def __init__(
         self,
@@ -1723,25 +4751,28 @@ class Agent:
         tools: Sequence[Tool],
         context: ToolContext,
         approve: Approve,
-        system_prompt: str = SYSTEM_PROMPT,
+        before_change: BeforeChange = _nothing,
     ) -> None:
         self.config = config
         self.provider = provider
         self.tools = tools
         self.context = context
         self.approve = approve
-        self.system_prompt = system_prompt
+        self.before_change = before_change
+        self.system_prompt = SYSTEM_PROMPT
         self.messages: list[Message] = []
         self.checkpoint = Checkpoint()
         self._calls = 0  # how many calls the transcript holds: the next one's number
+        self.sources: list[str] = []  # what the model has read since the user's own last prompt; only grows until then
         self.interrupt = context.interrupt
         self._begin_turn()
 
     def _begin_turn(self) -> None:
+        self.sources.clear()
         self.usage = Usage()
         self.steps = 0
         self._partial = ""  # text of a reply that is still being streamed
-        self._empty_replies = 0
+        self._unusable_replies = 0
         self._compacted_for_overflow = False
         self._last_call: tuple[str, str, str] | None = None
         self._same_calls = 0
@@ -1768,15 +4799,17 @@ class Agent:
             while self.steps < self.config.max_steps:
                 self.steps += 1
                 try:
-                    async with aclosing(self.provider.stream(self.view(), self.tools, self.interrupt)) as stream:
-                        async for item in stream:
-                            if not isinstance(item, Reply):
-                                yield self._streamed(item)
-                        reply = self._received(item)
+                    async with aclosing(self._ask("step", self.view(), self.tools)) as answering:
+                        async for item in answering:
+                            yield item
+                        assert isinstance(item, RequestEnd)
+                        reply = self._received(item.reply)
                 except ContextOverflow as overflow:
-                    yield await self._compact_for(overflow)
+                    async with aclosing(self._compact_for(overflow)) as compacting:
+                        async for event in compacting:
+                            yield event
                     continue
-                if reply.text or reply.tool_calls:
+                if reply.text.strip() or reply.tool_calls:
                     yield self._add(reply.message)
                 async with aclosing(self._run_calls(reply)) as running:
                     async for event in running:
@@ -1804,11 +4837,38 @@ class Agent:
         for call in unanswered(self.messages):
             yield self._add(tool_message(call, ToolResult(NOT_EXECUTED, is_error=True)))
 
+    def note(self, text: str) -> MessageAdded:
+        """Let the model know, with the next request, what happened outside of a turn."""
+        return self._add(feedback_message(text))
+
     def _add(self, message: Message) -> MessageAdded:
         """The only place where the transcript grows."""
         self.messages.append(message)
         self._calls += len(message_calls(message))
         return MessageAdded(message)
+
+    async def _ask(
+        self, purpose: str, request: Sequence[Message], tools: Sequence[Tool]
+    ) -> AsyncGenerator[RequestStart | Delta | RequestEnd, None]:
+        """Send one request; the last event is a RequestEnd, which holds the Reply unless this raises."""
+        started = time.monotonic()
+        yield RequestStart(
+            purpose, self.provider.model, len(self.messages), self.checkpoint.covered, estimate_tokens(request),
+            self.config.context_window, request_digest(request, tools),
+        )  # fmt: skip
+        reply = None
+        try:
+            async with aclosing(self.provider.stream(request, tools, self.interrupt)) as stream:
+                async for item in stream:
+                    if isinstance(item, Reply):
+                        reply = item
+                    elif purpose == "step":
+                        yield self._streamed(item)
+        except (ProviderError, Interrupted) as exc:
+            status = {ContextOverflow: "overflow", Interrupted: "interrupted"}.get(type(exc), "failed")
+            yield RequestEnd(purpose, status, str(exc) or None, time.monotonic() - started, None)
+            raise
+        yield RequestEnd(purpose, "completed", None, time.monotonic() - started, reply)
 
     def _streamed(self, item: Delta) -> Delta:
         """Keep what was streamed, in case the reply is never completed."""
@@ -1818,22 +4878,28 @@ class Agent:
             self._partial = ""
         return item
 
-    def _received(self, item: Delta | Reply) -> Reply:
+    def _received(self, item: Reply | None) -> Reply:
         """Take a complete reply: count its tokens and give its calls ids that are unique in the transcript.
 
-        Nine letters and digits: the form that every known server accepts.
+        Nine letters and digits: the form that every known server accepts. What cannot be read of a call is put
+        into a form that can be sent back, and becomes the reply's problem.
         """
-        assert isinstance(item, Reply)
+        assert item is not None
         self._partial = ""
         self._compacted_for_overflow = False
         self.usage += item.usage or Usage()
-        calls = [dataclasses.replace(c, id=f"call{self._calls + i:05d}") for i, c in enumerate(item.tool_calls)]
-        return dataclasses.replace(item, message=assistant_message(item.text, calls))
+        calls, problem = settled_calls(item.tool_calls)
+        calls = [dataclasses.replace(call, id=f"call{self._calls + i:05d}") for i, call in enumerate(calls)]
+        return dataclasses.replace(item, message=with_calls(item.message, calls), problem=item.problem or problem)
 
     async def _run_calls(self, reply: Reply) -> AsyncGenerator[Event, None]:
         """Run the calls of one reply in order and add each result; after a failure the rest is skipped."""
-        skip = CUT_OFF if reply.finish_reason == "length" else ""
-        reminder = ""
+        skip = reminder = ""
+        if reply.finish_reason == "length":
+            skip = CUT_OFF
+        elif reply.problem and reply.tool_calls:  # all or nothing: what was meant is not certain
+            skip = unusable(f"{reply.problem} {CALL_HINT}")
+            self._note_unusable()
         for call in reply.tool_calls:
             yield ToolStart(call)
             result, output = ToolResult(skip, is_error=True), list[str]()
@@ -1865,15 +4931,28 @@ class Agent:
         try:
             tool = find_tool(call.name)
             arguments = parse_arguments(tool, call.arguments)
-            preview = tool.preview(context, arguments)
-            decision = await interruptible(self.approve(tool, call, preview), self.interrupt)
+            preview = await asyncio.to_thread(tool.preview, context, arguments)
+            decision = await interruptible(self.approve(tool, preview, tuple(self.sources)), self.interrupt)
             if not decision.allowed:
                 return ToolResult(f"Denied: {decision.reason}.", is_error=True)
-            return await tool.run(context, arguments)
+            if tool.risk != "read" and not decision.read_only:
+                await self.before_change()
+            if decision.command is not None:
+                arguments["command"] = decision.command
+            result = await tool.run(dataclasses.replace(context, read_only=decision.read_only), arguments)
         except ToolError as exc:
-            return ToolResult(str(exc), is_error=True)
+            result = ToolResult(str(exc), is_error=True)
         except Interrupted:
             return ToolResult(NOT_EXECUTED, is_error=True)
+        else:
+            if tool.source and tool.source not in self.sources:
+                self.sources.append(tool.source)
+            if decision.command is not None:
+                note = f"[the user changed the command to: {decision.command}]\n"
+                result = dataclasses.replace(result, content=note + result.content)
+        secrets = self.context.secrets()
+        shown = result.display and hide_secrets(result.display, secrets)
+        return dataclasses.replace(result, content=hide_secrets(result.content, secrets), display=shown)
 
     def _note_repetition(self, call: ToolCall, result: ToolResult) -> str:
         """A reminder when the same call had the same result too often; raises NoProgress when that did not help."""
@@ -1886,26 +4965,32 @@ class Agent:
 
     def _objection(self, reply: Reply) -> str:
         """What to tell the model when a reply without calls is no answer; "" when it is one."""
-        if reply.tool_calls:
+        if reply.tool_calls or (reply.text.strip() and reply.finish_reason != "length"):
             return ""
-        if not reply.text.strip():
-            self._empty_replies += 1
-            if self._empty_replies > MAX_EMPTY_REPLIES:
-                raise ProviderError("the model answered with nothing, three times")
-            return EMPTY_REPLY
-        return CUT_OFF_TEXT if reply.finish_reason == "length" else ""
+        self._note_unusable()
+        if reply.problem:
+            return unusable(f"{reply.problem}. {CALL_HINT}").removeprefix(FEEDBACK)
+        return CUT_OFF_TEXT if reply.finish_reason == "length" else unusable(EMPTY_REPLY).removeprefix(FEEDBACK)
 
-    async def _compact_for(self, overflow: ContextOverflow) -> Event:
+    def _note_unusable(self) -> None:
+        """Count a reply that could not be used; raises NoProgress when there were too many."""
+        self._unusable_replies += 1
+        if self._unusable_replies > MAX_UNUSABLE_REPLIES:
+            raise NoProgress(f"no progress: {self._unusable_replies} replies of the model could not be used")
+
+    async def _compact_for(self, overflow: ContextOverflow) -> AsyncGenerator[Event, None]:
         """Make room after the server refused a request; raises it again when that was tried just before."""
         if self._compacted_for_overflow:
             raise ProviderError(f"the context is full even after compaction: {overflow}")
         self._compacted_for_overflow = True
         try:
-            return await self.compact()
+            async with aclosing(self.compact()) as compacting:
+                async for event in compacting:
+                    yield event
         except ProviderError as exc:
             raise ProviderError(f"the context is full ({overflow}) and cannot be compacted: {exc}") from None
 
-    async def compact(self) -> Compacted:
+    async def compact(self) -> AsyncGenerator[Event, None]:
         """Replace the older half of the view by a summary. Raises ProviderError; then nothing has changed."""
         end = split_for_compaction(self.messages, self.checkpoint.covered)
         if end == self.checkpoint.covered:
@@ -1914,16 +4999,17 @@ class Agent:
         request = summary_request(self.messages, self.checkpoint, end)
         request.insert(0, system_message(self.system_prompt))
         reply = None
-        async with aclosing(self.provider.stream(request, (), self.interrupt)) as stream:
-            async for item in stream:
-                if isinstance(item, Reply):
-                    reply = item
+        async with aclosing(self._ask("summary", request, ())) as answering:
+            async for item in answering:
+                yield item
+                if isinstance(item, RequestEnd):
+                    reply = item.reply
         summary = extract_summary(reply.text if reply else "")
         if not summary or (reply and reply.tool_calls):
             raise ProviderError("the model gave no summary")
         self.usage += (reply.usage if reply else None) or Usage()
         self.checkpoint = Checkpoint(end, summary)
-        return Compacted(end, summary, before, estimate_tokens(self.view()))
+        yield Compacted(end, summary, before, estimate_tokens(self.view()))
 
 
 def build_system_prompt(config: Config) -> str:
@@ -1932,47 +5018,148 @@ def build_system_prompt(config: Config) -> str:
 
 
 # --- Session --------------------------------------------------------------------------------------
-# The session log: append-only JSON lines, written to disk before the next request goes out. One record a line:
+# The session log: append-only JSON lines, each on disk before anything that depends on it happens. One record a
+# line; each also has `time`, seconds since the epoch. What was sent is not stored again: the system prompt, the
+# messages and the boundaries of a request rebuild it, and its digest proves that (see Replay).
 #
-#   type        fields                                             when
-#   session     version, id, workspace, model, created, system     first line
-#   message     message                                            the transcript grew
-#   compacted   covered, summary, tokens_before, tokens_after      the view was compacted
-#   turn_end    reason, error, usage, steps, elapsed_s             a turn ended
+#   type        fields                                                        when
+#   session     version, id, workspace, model, created, system, forked_from   first line
+#   opened      program, model, settings, tools                               a process begins, or goes on with it
+#   message     message                                                       the transcript grew
+#   request     purpose, model, messages, covered, tokens, window, digest     a request is about to be sent
+#   retry       attempt, delay_s, reason                                      it failed and is tried again
+#   reply       purpose, status, error, elapsed_s, finish_reason, usage,      it ended; `message` only where the
+#               message                                                       transcript does not get it
+#   compacted   covered, summary, tokens_before, tokens_after                 the view was compacted
+#   snapshot    why, tree                                                     the workspace, before a turn, an undo or
+#                                                                             a redo changes it
+#   changed     tree, kept                                                    the workspace after that
+#   turn_end    reason, error, usage, steps, elapsed_s                        a turn ended
 #
-# Covered: a torn last line (the process was killed) is dropped and said; two processes never write one log.
-# Not covered: a log edited by hand in ways that still are valid records.
+# Covered: a torn or zeroed tail is set aside and said; damaged lines are skipped and said; a full or read-only disk
+# is said, and what could not be written is written as soon as there is room; two processes never write one log.
+# Not covered: a log edited by hand into other valid records.
 
 LOG_VERSION = 1
+KEEP_SESSIONS = 100  # of one workspace; the oldest are deleted
+KEEP_DAYS = 90  # sessions of a workspace that does not exist any more
+FIRST_BYTES = 65_536  # of a log, read to show what it is about
+
+Record = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
+class Change:
+    """What a turn, an undo or a redo did to the workspace: its trees before and after; None: it was cut off.
+
+    `messages`: how long the transcript was then.
+    """
+
+    why: str
+    before: str
+    after: str | None
+    messages: int
+
+
+@dataclass
 class Folded:
     """The state that a log leads to. `system_prompt` is frozen for the session's life."""
 
     id: str
+    workspace: str
     model: str
     system_prompt: str
-    messages: list[Message]
-    checkpoint: Checkpoint
+    messages: list[Message] = field(default_factory=list)
+    checkpoint: Checkpoint = Checkpoint()
+    undoable: list[Change] = field(default_factory=list)
+    """Turns (and redone ones), the latest last."""
+    redoable: list[Change] = field(default_factory=list)
+    """Undos, the latest last."""
+    dropped: int = 0
+    """Records that made no sense where they stood, and were left out."""
+    left: tuple[str, Change] | None = None
+    """("undo" or "redo", the change) when the last one left files alone because they were changed since."""
+    changing: list[Change] | None = None
+    """The list whose last change waits for its tree afterwards."""
+    _going: tuple[str, Change] | None = None
+    """What an undo or redo that has begun takes back."""
+
+    def apply(self, record: Record) -> None:
+        """Take the next record."""
+        match record:
+            case {"type": "message", "message": message} if is_message(message):
+                self._add(message)
+            case {"type": "compacted", "covered": int(covered), "summary": str(summary)}:
+                covered = max(0, min(covered, len(self.messages)))
+                while 0 < covered < len(self.messages) and self.messages[covered]["role"] == "tool":
+                    covered -= 1  # only in a damaged log: the view must not begin with an answer
+                self.checkpoint = Checkpoint(covered, summary)
+            case {"type": "snapshot", "why": str(why), "tree": str(tree)}:
+                self._begin_change(why, tree)
+            case {"type": "changed", "tree": str(tree), "kept": int(kept)}:
+                self._end_change(tree, kept)
+            case {"type": "message" | "compacted" | "snapshot" | "changed" | "session"}:
+                self.dropped += 1
+
+    def _add(self, message: Message) -> None:
+        """Grow the transcript so that each call has its answer, whatever is missing in a damaged log."""
+        open_calls = unanswered(self.messages)
+        if message["role"] != "tool":
+            for call in open_calls:
+                self.messages.append(tool_message(call, ToolResult(NOT_EXECUTED, is_error=True)))
+            self.dropped += len(open_calls)
+        elif message["tool_call_id"] not in [call.id for call in open_calls]:
+            self.dropped += 1
+            return
+        self.messages.append(message)
+
+    def _begin_change(self, why: str, tree: str) -> None:
+        """An undo takes the last change from `undoable` and is itself redoable, and the other way round.
+
+        "undo-rest" and "redo-rest" go on with what the step before left alone.
+        """
+        direction, _, rest = why.partition("-")
+        source, target = (self.undoable, self.redoable) if direction == "undo" else (self.redoable, self.undoable)
+        self._going = self.left if rest else None
+        if direction != "turn" and not rest and source:
+            self._going = (direction, source.pop())
+        target.append(Change(why, tree, None, len(self.messages)))
+        self.left, self.changing = None, target
+
+    def _end_change(self, tree: str, kept: int) -> None:
+        """Note the tree afterwards; a turn that changed nothing is forgotten, one that did ends what is redoable."""
+        changes, self.changing = self.changing, None
+        if not changes:
+            self.dropped += 1
+            return
+        self.left = self._going if kept else None
+        if changes[-1].before == tree and changes[-1].why == "turn":
+            changes.pop()
+            return
+        changes[-1] = dataclasses.replace(changes[-1], after=tree)
+        if changes[-1].why == "turn":
+            self.redoable.clear()
 
 
-def fold(records: Iterable[Mapping[str, Any]]) -> Folded:
+def fold(records: Iterable[Record]) -> Folded:
     """Read the records in order into the state of the session; raises AgentError when they begin wrongly."""
-    header: Mapping[str, Any] = {}
-    messages: list[Message] = []
-    checkpoint = Checkpoint()
-    for record in records:
-        match record.get("type"):
-            case "session":
-                header = record
-            case "message":
-                messages.append(record["message"])
-            case "compacted":
-                checkpoint = Checkpoint(record["covered"], record["summary"])
-    if header.get("version") != LOG_VERSION:
-        raise AgentError(f"its version is {header.get('version')}, this program reads version {LOG_VERSION}")
-    return Folded(header["id"], header["model"], header["system"], messages, checkpoint)
+    rest = iter(records)
+    match next(rest, {}):
+        case {"type": "session", "version": int(version)} if version > LOG_VERSION:
+            raise AgentError(f"a later version of this program wrote it (log version {version}, not {LOG_VERSION})")
+        case {
+            "type": "session",
+            "id": str(id),
+            "workspace": str(workspace),
+            "model": str(model),
+            "system": str(system),
+        }:
+            folded = Folded(id, workspace, model, system)
+        case _:
+            raise AgentError("its first line is not the beginning of a session")
+    for record in rest:
+        folded.apply(record)
+    return folded
 
 
 def event_to_record(event: Event) -> dict[str, Any] | None:
@@ -1980,6 +5167,19 @@ def event_to_record(event: Event) -> dict[str, Any] | None:
     match event:
         case MessageAdded(message):
             return {"type": "message", "message": message}
+        case RequestStart():
+            return {"type": "request", **dataclasses.asdict(event)}
+        case Retry():
+            return {"type": "retry", **dataclasses.asdict(event)}
+        case RequestEnd(purpose, status, error, elapsed_s, reply):
+            record = {
+                "type": "reply", "purpose": purpose, "status": status, "error": error, "elapsed_s": round(elapsed_s, 3),
+                "finish_reason": reply.finish_reason if reply else None,
+                "usage": dataclasses.asdict(reply.usage) if reply and reply.usage else None,
+            }  # fmt: skip
+            if reply and (purpose == "summary" or not (reply.text.strip() or reply.tool_calls)):
+                record["message"] = reply.message
+            return record
         case Compacted():
             return {"type": "compacted", **dataclasses.asdict(event)}
         case TurnEnd(reason, error, usage, steps, elapsed_s):
@@ -1991,33 +5191,68 @@ def event_to_record(event: Event) -> dict[str, Any] | None:
             return None
 
 
-def read_log(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """(records, number of bytes dropped): whole records up to a torn tail. Raises AgentError if unreadable."""
+class Log(NamedTuple):
+    """What stands in a log: its records, the bytes after the last of them, the number of damaged lines before it."""
+
+    records: list[dict[str, Any]]
+    tail: bytes
+    damaged: int
+
+
+def parse_log(data: bytes) -> Log:
+    """Read the lines of a log. A last line without its line end counts when it is whole."""
+    records: list[dict[str, Any]] = []
+    position = good = damaged = bad = 0
+    for line in data.splitlines(keepends=True):
+        position += len(line)
+        try:
+            record = json.loads(line.strip(b"\0"))
+        except (ValueError, RecursionError):
+            record = None
+        if not isinstance(record, dict):
+            bad += 1
+            continue
+        records.append(record)
+        good, damaged = position, bad
+    return Log(records, data[good:], damaged)
+
+
+def read_log(path: Path) -> Log:
+    """Read a log from disk; raises AgentError when that is not possible."""
     try:
-        data = path.read_bytes()
+        return parse_log(path.read_bytes())
     except OSError as exc:
         raise AgentError(exc.strerror or str(exc)) from None
-    records, good = [], 0
-    for line in data.splitlines(keepends=True):
-        try:
-            record = json.loads(line)
-        except ValueError:
-            record = None
-        if not isinstance(record, dict) or not line.endswith(b"\n"):
-            break
-        records.append(record)
-        good += len(line)
-    return records, len(data) - good
+
+
+def write_all(file: int, data: bytes) -> None:
+    """Append data and wait until it is on disk; raises OSError after taking back a part that was written."""
+    start = os.fstat(file).st_size
+    rest = memoryview(data)
+    try:
+        while rest:
+            rest = rest[os.write(file, rest) :]
+        os.fdatasync(file)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.ftruncate(file, start)
+        raise
 
 
 class Session:
-    """One conversation on disk. `record` is a sink; it is the first of them, so that nothing runs ahead of it."""
+    """One conversation on disk. `record` is a sink; it is the first of them, so that nothing runs ahead of it.
 
-    def __init__(self, path: Path, file: int, folded: Folded, resumed: bool) -> None:
-        self.path = path
+    `folded` is at any time the state that the log leads to. `file`: the open, locked log; None: the session is
+    in memory only. `notices`: what the user has to be told; whoever shows them takes them out.
+    """
+
+    def __init__(self, folded: Folded, path: Path | None, file: int | None, resumed: bool) -> None:
         self.folded = folded
+        self.path = path
         self.resumed = resumed
+        self.notices: list[str] = []
         self._file = file
+        self._unwritten: list[bytes] = []
 
     @property
     def id(self) -> str:
@@ -2027,78 +5262,223 @@ class Session:
     def record(self, event: Event) -> None:
         """Append the event's record and wait until it is on disk."""
         if record := event_to_record(event):
-            self._append(record)
+            self.append(record)
 
-    def _append(self, record: Mapping[str, Any]) -> None:
+    def append(self, record: Record) -> None:
+        """Append one record. When the disk refuses it, it is kept in memory and tried again with the next one."""
+        self.folded.apply(record)
+        if self._file is None:
+            return
+        failing = bool(self._unwritten)
+        self._unwritten.append(json.dumps({**record, "time": round(time.time(), 3)}).encode() + b"\n")
         try:
-            os.write(self._file, json.dumps(record, ensure_ascii=True).encode() + b"\n")
-            os.fdatasync(self._file)
+            write_all(self._file, b"".join(self._unwritten))
         except OSError as exc:
-            raise AgentError(
-                f"cannot write the session log {self.path}: {exc.strerror}. Nothing was lost so far."
-            ) from None
+            if not failing:
+                self.notices.append(
+                    f"the session log cannot be written ({exc.strerror}): {self.path}. The session goes on; what"
+                    " happens from now on is kept in memory until there is room, and lost if the program ends before."
+                )
+            return
+        self._unwritten.clear()
+        if failing:
+            self.notices.append("the session log can be written again; nothing is missing in it.")
 
     def close(self) -> None:
-        """Give the log free for other processes."""
+        """Give the log free for other processes. A session in which nothing was said leaves none."""
+        if self._file is None:
+            return
+        if self.path and not self.folded.messages and not self.resumed:
+            self.path.unlink(missing_ok=True)
         os.close(self._file)
+        self._file = None
 
 
 def session_folder(config: Config) -> Path:
     """Where the sessions of a workspace are: by its real path, with a readable beginning."""
-    path = str(config.workspace)
+    path = os.fsencode(config.workspace)
     slug = re.sub(r"[^A-Za-z0-9]+", "-", config.workspace.name)[:40].strip("-") or "root"
-    return (
-        config.state_dir
-        / "sessions"
-        / f"{slug}-{hashlib.sha256(path.encode('utf-8', 'surrogateescape')).hexdigest()[:16]}"
-    )
+    return config.state_dir / "sessions" / f"{slug}-{hashlib.sha256(path).hexdigest()[:16]}"
 
 
-def new_session(config: Config, model: str, system_prompt: str) -> Session:
-    """Begin a session; raises AgentError when the state directory cannot be written."""
-    folder = session_folder(config)
+def _opened(config: Config, model: str) -> dict[str, Any]:
+    """The record of a process that goes on with a session: all that shapes its requests."""
+    settings = {name: getattr(config, name) for name in USER_SETTINGS if name not in ("instructions", "base_url")}
+    tools = [{"name": t.name, "description": t.description, "parameters": t.parameters} for t in TOOLS]
+    return {"type": "opened", "program": __version__, "model": model, "settings": settings, "tools": tools}
+
+
+def _lock(file: int) -> None:
+    """Take an open log for this process; raises AgentError when another one has it."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise AgentError("another agent works in it right now") from None
+    except OSError:
+        pass  # a file system without locks
+
+
+def _create_log(path: Path, records: Iterable[Record]) -> int:
+    """A new log, locked, with these records on disk; raises OSError and leaves nothing then."""
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        _lock(file)
+        write_all(file, b"".join(json.dumps(record).encode() + b"\n" for record in records))
+        sync_directory(path.parent)
+    except OSError:
+        os.close(file)
+        path.unlink(missing_ok=True)
+        raise
+    return file
+
+
+def new_session(
+    config: Config, model: str, system_prompt: str, origin: Folded | None = None, messages: int = 0
+) -> Session:
+    """Begin a session, or fork one: with the first so many messages of `origin`.
+
+    Where the state directory cannot be written, the session is in memory only, and its notices say so.
+    """
     id = f"{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
     header = {
         "type": "session", "version": LOG_VERSION, "id": id, "workspace": str(config.workspace), "model": model,
         "created": datetime.now().astimezone().isoformat(timespec="seconds"), "system": system_prompt,
     }  # fmt: skip
-    path = folder / f"{id}.jsonl"
+    records: list[dict[str, Any]] = [header]
+    if origin:
+        header["forked_from"] = {"id": origin.id, "messages": messages}
+        records += [{"type": "message", "message": message} for message in origin.messages[:messages]]
+        if 0 < origin.checkpoint.covered <= messages:
+            records.append({"type": "compacted", **dataclasses.asdict(origin.checkpoint)})
+    records.append(_opened(config, model))
+    path = session_folder(config) / f"{id}.jsonl"
     try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o600)
+        return Session(fold(records), path, _create_log(path, records), resumed=False)
     except OSError as exc:
-        raise AgentError(
-            f"cannot keep the session in {folder}: {exc.strerror}. Set XDG_STATE_HOME elsewhere."
-        ) from None
-    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    session = Session(path, file, fold([header]), resumed=False)
-    session._append(header)
-    return session
+        session = Session(fold(records), None, None, resumed=False)
+        session.notices.append(
+            f"this session is not kept: {path} cannot be written ({exc.strerror}). Set XDG_STATE_HOME elsewhere."
+        )
+        return session
 
 
 def list_sessions(config: Config) -> list[Path]:
-    """The logs of this workspace, the newest first."""
+    """The logs of this workspace, the one used last first."""
     return sorted(session_folder(config).glob("*.jsonl"), key=lambda path: path.stat().st_mtime_ns, reverse=True)
 
 
-def resume_session(path: Path) -> tuple[Session, str]:
-    """Open a log to go on with it; the text says what had to be dropped, "" as a rule.
+def _open_log(path: Path) -> tuple[int, bool]:
+    """(file, whether it can be written) of a log that is locked now; raises AgentError."""
+    for flags in (os.O_RDWR | os.O_APPEND, os.O_RDONLY):
+        try:
+            file = os.open(path, flags)
+        except OSError as exc:
+            if exc.errno in (errno.EROFS, errno.EACCES) and flags != os.O_RDONLY:
+                continue
+            raise AgentError(exc.strerror or str(exc)) from None
+        try:
+            _lock(file)
+        except AgentError:
+            os.close(file)
+            raise
+        return file, flags != os.O_RDONLY
+    raise AssertionError("unreachable")
 
-    Raises AgentError when it is unreadable or another process has it open.
+
+def _mend_tail(path: Path, file: int, data: bytes, tail: bytes) -> None:
+    """Take what is no record from the end of the log into a file beside it; raises OSError."""
+    if tail:
+        with open(os.open(path.with_suffix(".torn"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "wb") as torn:
+            torn.write(tail)
+        os.ftruncate(file, len(data) - len(tail))
+    if not data[: len(data) - len(tail)].endswith(b"\n"):
+        write_all(file, b"\n")
+
+
+def resume_session(config: Config, model: str, path: Path) -> tuple[Session, list[str]]:
+    """Open a log to go on with it; the texts say what had to be left out.
+
+    Raises AgentError when it is unreadable, belongs elsewhere, or another process has it open.
     """
-    records, dropped = read_log(path)
-    folded = fold(records)
-    file = os.open(path, os.O_RDWR | os.O_APPEND)
+    file, writable = _open_log(path)
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+        with open(os.dup(file), "rb") as source:
+            data = source.read()
+        log = parse_log(data)
+        folded = fold(log.records)
+        if folded.workspace != str(config.workspace):
+            raise AgentError(f"it belongs to {folded.workspace}")
+        if writable:
+            _mend_tail(path, file, data, log.tail)
+    except OSError as exc:
         os.close(file)
-        raise AgentError("another agent works in it right now") from None
-    if dropped:
-        shutil.copy(path, path.with_suffix(".torn"))
-        os.truncate(file, path.stat().st_size - dropped)
-    text = f"{dropped} bytes at the end of the session log were not whole records and were left out" if dropped else ""
-    return Session(path, file, folded, resumed=True), text
+        raise AgentError(exc.strerror or str(exc)) from None
+    except AgentError:
+        os.close(file)
+        raise
+    notes = []
+    if log.tail:
+        notes.append(f"{len(log.tail)} bytes at the end of the session log were no whole record and were left out")
+    if log.damaged or folded.dropped:
+        notes.append(f"{log.damaged + folded.dropped} damaged records of the session log were left out or replaced")
+    if not writable:
+        os.close(file)
+        notes.append(f"{path} cannot be written: the session goes on, but what happens from now on is not kept")
+        return Session(folded, None, None, resumed=True), notes
+    session = Session(folded, path, file, resumed=True)
+    session.append(_opened(config, model))
+    return session, notes
+
+
+def find_session(config: Config, id: str) -> Path:
+    """The log of the session with this id, or this unambiguous beginning or end of it; raises AgentError."""
+    paths = list_sessions(config)
+    found = [path for path in paths if path.stem == id]
+    found = found or [path for path in paths if id and (path.stem.startswith(id) or path.stem.endswith(id))]
+    if len(found) != 1:
+        what = f"{len(found)} sessions fit {id!r}" if found else f"there is no session {id} of {config.workspace}"
+        raise AgentError(f"{what}. --sessions and /sessions list those there are.")
+    return found[0]
+
+
+def snapshot_store(config: Config, session_id: str) -> SnapshotStore:
+    """The snapshots of the workspace, taken for this session."""
+    return SnapshotStore(session_folder(config) / "snapshots", config.workspace, config.state_dir, session_id)
+
+
+def delete_session(config: Config, path: Path) -> None:
+    """Delete a log, its snapshots and what stands beside it; raises AgentError when another process works in it."""
+    file, _ = _open_log(path)
+    try:
+        for suffix in (".jsonl", ".torn", ".trace"):
+            path.with_suffix(suffix).unlink(missing_ok=True)
+        snapshot_store(config, path.stem).forget_owner()
+    except OSError as exc:
+        raise AgentError(f"cannot delete {path}: {exc.strerror}") from None
+    finally:
+        os.close(file)
+
+
+def prune_sessions(config: Config) -> list[str]:
+    """Bound the disk use: the oldest sessions of this workspace, and all of workspaces long gone; says what went."""
+    notes = []
+    old = list_sessions(config)[KEEP_SESSIONS:]
+    for path in old:
+        with contextlib.suppress(AgentError):
+            delete_session(config, path)
+    if old:
+        notes.append(
+            f"the {len(old)} oldest sessions of this directory were deleted; the last {KEEP_SESSIONS} are kept"
+        )
+    for folder in (config.state_dir / "sessions").glob("*"):
+        logs = list(folder.glob("*.jsonl"))
+        newest = max((path.stat().st_mtime for path in logs), default=time.time())
+        if time.time() - newest > KEEP_DAYS * 86_400:
+            with contextlib.suppress(AgentError, OSError):
+                if not os.path.exists(fold(read_log(logs[0]).records).workspace):
+                    shutil.rmtree(folder)
+    return notes
 
 
 def open_session(config: Config, model: str, fresh: bool, id: str | None = None) -> tuple[Session, list[str]]:
@@ -2107,22 +5487,173 @@ def open_session(config: Config, model: str, fresh: bool, id: str | None = None)
     Continues the newest session of the workspace, or the one named `id`, unless `fresh`. What cannot be
     continued is left as it is, said, and a new session is begun; a named one raises AgentError instead.
     """
-    notes: list[str] = []
-    for path in [] if fresh else list_sessions(config):
-        if id and path.stem != id:
-            continue
-        try:
-            session, note = resume_session(path)
-        except (AgentError, KeyError, TypeError) as exc:
-            reason = f"cannot continue session {path.stem}: {exc}"
-            if id:
-                raise AgentError(f"{reason}. --sessions lists the others.") from None
-            notes.append(f"{reason}. It is left as it is ({path}); this is a new session.")
-            break
-        return session, [*notes, *filter(None, [note])]
     if id:
-        raise AgentError(f"there is no session {id} of {config.workspace}. --sessions lists those there are.")
-    return new_session(config, model, build_system_prompt(config)), notes
+        path = find_session(config, id)
+        try:
+            return resume_session(config, model, path)
+        except AgentError as exc:
+            raise AgentError(f"cannot continue session {path.stem}: {exc}. --sessions lists the others.") from None
+    notes: list[str] = []
+    for path in list_sessions(config)[: 0 if fresh else 1]:
+        try:
+            return resume_session(config, model, path)
+        except AgentError as exc:
+            notes.append(
+                f"cannot continue session {path.stem}: {exc}. It is left as it is ({path}); this is a new session."
+            )
+    session = new_session(config, model, build_system_prompt(config))
+    if session.path:
+        notes += prune_sessions(config)
+    return session, notes
+
+
+def first_prompt(path: Path) -> str:
+    """The prompt that a session began with, "" when there is none; raises AgentError when it cannot be read."""
+    try:
+        with open(path, "rb") as file:
+            log = parse_log(file.read(FIRST_BYTES))
+    except OSError as exc:
+        raise AgentError(exc.strerror or str(exc)) from None
+    return next((message_text(m) for m in fold(log.records).messages if m["role"] == "user"), "")
+
+
+def describe_sessions(config: Config, words: str = "") -> str:
+    """One line for each session of the workspace, or for each that holds the words: id, last use, size, prompt."""
+    lines = []
+    for path in list_sessions(config):
+        status = path.stat()
+        changed = datetime.fromtimestamp(status.st_mtime).strftime("%Y-%m-%d %H:%M")
+        try:
+            first = first_prompt(path) or "(empty)"
+            if words:
+                texts = [message_text(message) for message in fold(read_log(path).records).messages]
+                first = next((text[max(0, text.lower().find(words.lower()) - 20) :] for text in texts
+                              if words.lower() in text.lower()), "")  # fmt: skip
+                if not first:
+                    continue
+        except AgentError as exc:
+            first = f"(cannot be read: {exc})"
+        lines.append(f"{path.stem}  {changed}  {status.st_size // 1000:6} kB  {one_line(first, 60)}")
+    return "\n".join(lines) or (f"no session holds {words!r}" if words else "no sessions in this directory yet")
+
+
+def prompts_of(messages: Sequence[Message]) -> list[tuple[int, str]]:
+    """(place in the transcript, text) of what the user said."""
+    return [
+        (index, message_text(message))
+        for index, message in enumerate(messages)
+        if message["role"] == "user" and not message_text(message).startswith(FEEDBACK)
+    ]
+
+
+def last_exchange(messages: Sequence[Message]) -> str:
+    """The last prompt and the last words of the model, to be shown when a session goes on."""
+    prompts = prompts_of(messages)
+    if not prompts:
+        return ""
+    index, prompt = prompts[-1]
+    answers = [message_text(m) for m in messages[index:] if m["role"] == "assistant" and message_text(m)]
+    return f"> {clip(prompt, 400, 100)}" + (f"\n{clip(answers[-1], 300, 900)}" if answers else "")
+
+
+def _fenced(text: str) -> str:
+    """The text as a code block of Markdown, whatever it holds."""
+    longest = max((len(run) for run in re.findall(r"`{3,}", text)), default=2)
+    fence = "`" * (longest + 1)
+    return f"{fence}\n{text.rstrip()}\n{fence}"
+
+
+def transcript_markdown(folded: Folded) -> str:
+    """The whole transcript as readable Markdown."""
+    parts = [f"# Session {folded.id}", f"Workspace `{folded.workspace}`, model `{folded.model}`."]
+    for message in folded.messages:
+        text = message_text(message)
+        match message["role"]:
+            case "user" if text.startswith(FEEDBACK):
+                parts.append(f"*{text}*")
+            case "user":
+                parts += ["## User", text]
+            case "assistant":
+                parts += ["## Agent", text] if text else []
+                parts += [f"**{call.name}**\n\n{_fenced(call.arguments)}" for call in message_calls(message)]
+            case "tool":
+                parts.append(f"Result:\n\n{_fenced(text)}")
+    return clean("\n\n".join(parts)) + "\n"
+
+
+# --- Undo -----------------------------------------------------------------------------------------
+# Goes back to what the workspace was before a turn, and forward again. The snapshots are records of the session
+# log, so it survives a restart; an undo is itself a change, and redo takes it back.
+
+
+class Undo:
+    """The changes of one session. Every method may take as long as a snapshot takes; run them in a thread."""
+
+    def __init__(self, session: Session, store: SnapshotStore) -> None:
+        self.session = session
+        self.store = store
+
+    def take(self, stop: Callable[[], bool] = lambda: False) -> str:
+        """Save the workspace as it is; raises SnapshotError, Interrupted."""
+        return self.store.take(stop)
+
+    def begin(self, why: str, tree: str) -> None:
+        """Record that the workspace is about to be changed."""
+        self.session.append({"type": "snapshot", "why": why, "tree": tree})
+
+    def end(self, tree: str, kept: int = 0) -> None:
+        """Record what the workspace is after that; `kept`: how many paths an undo left alone."""
+        self.session.append({"type": "changed", "tree": tree, "kept": kept})
+
+    def go(self, direction: str, force: bool) -> tuple[Change, Restored]:
+        """Take back the last turn ("undo") or the last undo ("redo"). Raises SnapshotError when that is not possible.
+
+        Files that were changed since are left alone; with `force` they too are brought back, also those that the
+        step just before this one left alone.
+        """
+        folded = self.session.folded
+        changes = folded.undoable if direction == "undo" else folded.redoable
+        if force and folded.left and folded.left[0] == direction:
+            why, change = f"{direction}-rest", folded.left[1]
+        elif changes:
+            why, change = direction, changes[-1]
+        else:
+            raise SnapshotError(f"there is nothing to {direction}")
+        live = self.take()
+        old = change.after or live
+        for tree in (old, change.before):
+            self.store.tree(tree)
+        self.begin(why, live)
+        restored = self.store.restore(live, old, change.before, force)
+        self.end(self.take(), len(restored.kept))
+        return change, restored
+
+    def diff(self, whole_session: bool, limit: int = 2_000) -> str:
+        """What the last turn, or the session, changed, as a unified diff of at most `limit` lines."""
+        changes = self.session.folded.undoable
+        if not changes:
+            return "nothing was changed"
+        before = changes[0].before if whole_session else changes[-1].before
+        after = self.take() if whole_session else changes[-1].after or self.take()
+        lines: list[str] = []
+        for path, was, now in self.store.differences(before, after):
+            lines += self._diff_of(path, was, now)
+            if len(lines) > limit:
+                return "\n".join([*lines[:limit], "[... more; /export and git show the rest ...]"])
+        return "\n".join(lines) or "nothing was changed"
+
+    def _diff_of(self, path: str, was: Entry | None, now: Entry | None) -> list[str]:
+        """The difference of one path: a line that says what happened to it, then the changed lines."""
+        what = "changed" if was and now else "deleted" if was else "created"
+        modes = f", mode {was.mode:o} to {now.mode:o}" if was and now and was.mode != now.mode else ""
+        texts = []
+        for entry in (was, now):
+            data = self.store.get(entry.content) if entry and entry.kind == "f" else b""
+            if b"\0" in data[:8000] or len(data) > 1_000_000:
+                return [f"{path}: {what}{modes} (binary or large)"]
+            link = f"-> {entry.content}\n" if entry and entry.kind == "l" else ""
+            texts.append(link or data.decode("utf-8", "replace"))
+        return [f"{path}: {what}{modes}", *diff(texts[0], texts[1], path).splitlines()]
 
 
 # --- Renderers ------------------------------------------------------------------------------------
@@ -2276,6 +5807,9 @@ class PlainRenderer:
 # What a person can order besides prompts. A command is a function; its name, help and completion follow from it.
 
 
+SNAPSHOT_PATIENCE_S = 1.0  # a snapshot that takes longer is said
+
+
 class Runtime:
     """All long-lived parts of a run. `send` is the only driver of a turn."""
 
@@ -2286,22 +5820,60 @@ class Runtime:
         self.approvals = approvals
         self.sinks: list[Sink] = []
         self.leaving = False
+        self.busy = False  # a turn is running
+        self.undo = Undo(session, snapshot_store(config, session.id))
+        self._changing = False  # this turn has taken its snapshot, or could not
+        agent.before_change = self._before_change
 
     def emit(self, event: Event) -> None:
         """Hand one event to the session log, then to the renderers."""
         self.session.record(event)
-        for sink in self.sinks:
-            sink(event)
+        notices, self.session.notices = [Notice(text) for text in self.session.notices], []
+        for item in [event, *notices]:
+            for sink in self.sinks:
+                sink(item)
 
     async def send(self, prompt: str) -> TurnEnd:
         """Run one turn and return its end."""
         end: Event | None = None
-        async with aclosing(self.agent.turn(prompt)) as events:
-            async for event in events:
-                self.emit(event)
-                end = event
+        self.busy, self._changing = True, False
+        try:
+            async with aclosing(self.agent.turn(prompt)) as events:
+                async for event in events:
+                    self.emit(event)
+                    end = event
+            await self._after_change()
+        finally:
+            self.busy = False
         assert isinstance(end, TurnEnd)
         return end
+
+    async def _before_change(self) -> None:
+        """Save the workspace before the first change of a turn; when that fails the turn goes on, and it is said."""
+        if self._changing:
+            return
+        taking = asyncio.ensure_future(asyncio.to_thread(self.undo.take, self.agent.interrupt.is_set))
+        await asyncio.wait({taking}, timeout=SNAPSHOT_PATIENCE_S)
+        if not taking.done():
+            self.emit(Notice("saving the workspace first, so that /undo can take this turn back ..."))
+        try:
+            tree = await taking
+        except SnapshotError as exc:
+            self.emit(Notice(f"/undo cannot take this turn back: {exc}"))
+        else:
+            self.undo.begin("turn", tree)
+        self._changing = True
+
+    async def _after_change(self) -> None:
+        """Save what the turn left, so that a later undo knows what was changed since."""
+        if self._changing and self.session.folded.changing:
+            with contextlib.suppress(SnapshotError):  # then what was changed since cannot be told, and undo says so
+                self.undo.end(await asyncio.to_thread(self.undo.take))
+
+    async def close(self) -> None:
+        """End what runs in the background and let the session go."""
+        await self.agent.context.jobs.close()
+        self.session.close()
 
     def start(self, session: Session) -> None:
         """Work in this session from now on; calls that it left open are answered."""
@@ -2310,6 +5882,8 @@ class Runtime:
         self.session = session
         self.agent.system_prompt = session.folded.system_prompt
         self.agent.restore(session.folded.messages, session.folded.checkpoint)
+        self.approvals.grants.clear()
+        self.undo = Undo(session, snapshot_store(self.config, session.id))
         self.emit(SessionStart(session.id, str(self.config.workspace), self.agent.provider.model, session.resumed))
         for event in self.agent.settle():
             self.emit(event)
@@ -2323,21 +5897,6 @@ def command(function: Command) -> Command:
     """Make a function `name_command` the slash command /name; its docstring is the help."""
     COMMANDS["/" + function.__name__.removesuffix("_command")] = function
     return function
-
-
-def describe_sessions(config: Config) -> str:
-    """One line for each session of the workspace: id, time of its last change, first prompt."""
-    lines = []
-    for path in list_sessions(config):
-        changed = datetime.fromtimestamp(path.stat().st_mtime).strftime("%Y-%m-%d %H:%M")
-        try:
-            messages = fold(read_log(path)[0]).messages
-        except (AgentError, KeyError, TypeError):
-            lines.append(f"{path.stem}  {changed}  (cannot be read)")
-            continue
-        first = next((message_text(m) for m in messages if m["role"] == "user"), "(empty)")
-        lines.append(f"{path.stem}  {changed}  {len(messages):4} messages  {one_line(first, 60)}")
-    return "\n".join(lines) or "no sessions in this directory yet"
 
 
 @command
@@ -2359,7 +5918,9 @@ async def compact_command(runtime: Runtime, rest: str) -> str:
     """Replace the older half of the conversation by a summary."""
     runtime.agent.interrupt.clear()
     try:
-        runtime.emit(await runtime.agent.compact())
+        async with aclosing(runtime.agent.compact()) as events:
+            async for event in events:
+                runtime.emit(event)
     except (ProviderError, Interrupted) as exc:
         return f"not compacted: {exc or 'interrupted'}"
     return ""
@@ -2375,36 +5936,177 @@ async def model_command(runtime: Runtime, rest: str) -> str:
 
 @command
 async def approvals_command(runtime: Runtime, rest: str) -> str:
-    """Show when you are asked, or change it: /approvals plan|ask|auto|all."""
-    if rest and rest not in CHOICES["approve"]:
-        return f"{rest!r} is not one of {', '.join(CHOICES['approve'])}"
-    if rest:
-        runtime.approvals.mode = rest
-        runtime.approvals.grants.clear()
-    granted = ", ".join(sorted(runtime.approvals.grants)) or "none"
-    return f"approval mode: {runtime.approvals.mode}; grants of this session: {granted}"
+    """Show when you are asked and what you granted; /approvals plan|ask|auto|all changes it, /approvals revoke [N]."""
+    approvals = runtime.approvals
+    if revoked := re.fullmatch(r"revoke(?:\s+(\d+|all))?", rest):
+        if revoked[1] in (None, "all"):
+            approvals.grants.clear()
+        elif not 1 <= int(revoked[1]) <= len(approvals.grants):
+            return f"there is no grant {revoked[1]}"
+        else:
+            del approvals.grants[int(revoked[1]) - 1]
+    elif rest and rest not in CHOICES["approve"]:
+        return f"{rest!r} is not one of {', '.join(CHOICES['approve'])}, revoke"
+    elif rest:
+        approvals.mode = rest
+    confined = "commands run in the sandbox" if approvals.sandbox else "NOT SANDBOXED"
+    grants = [f"  {number}. {escape(grant, keep='')}" for number, grant in enumerate(approvals.grants, 1)]
+    return "\n".join([f"approval mode: {approvals.mode}, {confined}; grants of this session:", *(grants or ["  none"])])
+
+
+@command
+async def jobs_command(runtime: Runtime, rest: str) -> str:
+    """List the commands that run in the background; /jobs read N shows the end of its output, /jobs stop N ends it."""
+    jobs = runtime.agent.context.jobs
+    action, _, number = rest.partition(" ")
+    if not rest:
+        return "\n".join(map(jobs.describe, jobs.background)) or "no jobs"
+    if action not in ("read", "stop") or not number.strip().isdecimal():
+        return "use /jobs, /jobs read N or /jobs stop N"
+    if int(number) not in jobs.background:
+        return f"there is no job {int(number)}"
+    return await jobs.stop(int(number)) if action == "stop" else jobs.background[int(number)].output.text()[-4000:]
 
 
 @command
 async def sessions_command(runtime: Runtime, rest: str) -> str:
-    """List the sessions of this directory."""
-    return describe_sessions(runtime.config)
+    """List the sessions of this directory: /sessions [WORDS THEY HOLD], /sessions delete ID."""
+    action, _, id = rest.partition(" ")
+    if action != "delete":
+        return describe_sessions(runtime.config, rest)
+    try:
+        path = find_session(runtime.config, id.strip())
+        if path == runtime.session.path:
+            return "that is this session; /reset erases it"
+        delete_session(runtime.config, path)
+    except AgentError as exc:
+        return f"not deleted: {exc}"
+    return f"session {path.stem} is deleted"
+
+
+async def _continue(runtime: Runtime, id: str) -> str:
+    """Go on with another session; the present one is left only when that is possible."""
+    try:
+        path = find_session(runtime.config, id)
+        if path == runtime.session.path:
+            return "that is this session"
+        session, notes = resume_session(runtime.config, runtime.agent.provider.model, path)
+    except AgentError as exc:
+        return f"cannot continue session {id}: {exc}"
+    runtime.start(session)
+    return "\n".join([*notes, last_exchange(session.folded.messages)])
 
 
 @command
 async def session_command(runtime: Runtime, rest: str) -> str:
-    """Go on with another session of this directory: /session ID."""
-    path = session_folder(runtime.config) / f"{rest}.jsonl"
-    if not rest or path not in list_sessions(runtime.config):
-        return f"there is no session {rest!r}. /sessions lists those there are."
-    if rest == runtime.session.id:
-        return "that is this session"
+    """Show which session this is, or go on with another one: /session ID."""
+    if rest:
+        return await _continue(runtime, rest)
+    folded = runtime.session.folded
+    return f"session {folded.id}, {len(folded.messages)} messages, {runtime.session.path or 'in memory only'}"
+
+
+@command
+async def resume_command(runtime: Runtime, rest: str) -> str:
+    """List the sessions of this directory, or go on with one of them: /resume NUMBER or ID."""
+    lines = describe_sessions(runtime.config).splitlines()
+    if not rest:
+        return "\n".join(f"{number:3}  {line}" for number, line in enumerate(lines, 1))
+    if rest.isdecimal() and 1 <= int(rest) <= len(lines):
+        rest = lines[int(rest) - 1].split()[0]
+    return await _continue(runtime, rest)
+
+
+@command
+async def reset_command(runtime: Runtime, rest: str) -> str:
+    """Erase this session and begin a new one; the files stay as they are."""
+    old = runtime.session.path
+    runtime.start(new_session(runtime.config, runtime.agent.provider.model, build_system_prompt(runtime.config)))
+    if old and old.exists():
+        delete_session(runtime.config, old)
+    return f"the old session is erased; this is session {runtime.session.id}"
+
+
+@command
+async def fork_command(runtime: Runtime, rest: str) -> str:
+    """List your prompts, or go on in a new session from before one of them: /fork NUMBER."""
+    folded = runtime.session.folded
+    prompts = prompts_of(folded.messages)
+    if not (rest.isdecimal() and 1 <= int(rest) <= len(prompts)):
+        lines = [f"{number:3}  {one_line(text, 80)}" for number, (_, text) in enumerate(prompts, 1)]
+        return "\n".join(lines) or "nothing was said yet"
+    index, text = prompts[int(rest) - 1]
+    runtime.start(new_session(runtime.config, runtime.agent.provider.model, folded.system_prompt, folded, index))
+    return f"session {runtime.session.id} goes on from before: {one_line(text)}\nThe files are as they were."
+
+
+@command
+async def export_command(runtime: Runtime, rest: str) -> str:
+    """Write this session as Markdown: /export [FILE]."""
+    path = runtime.config.workspace / (rest or f"session-{runtime.session.id}.md")
     try:
-        session, note = resume_session(path)
-    except AgentError as exc:
-        return f"cannot continue session {rest}: {exc}"
-    runtime.start(session)
-    return note
+        with open(path, "x", encoding="utf-8", errors="replace") as file:
+            file.write(transcript_markdown(runtime.session.folded))
+    except OSError as exc:
+        return f"cannot write {path}: {exc.strerror}"
+    return f"written: {path}"
+
+
+def _describe_step(runtime: Runtime, direction: str, change: Change, restored: Restored) -> str:
+    """What an undo or redo did, for the user."""
+    done, kept = restored.done, restored.kept
+    prompts = [text for index, text in prompts_of(runtime.agent.messages) if index < change.messages]
+    of = f' of the turn "{one_line(prompts[-1], 60)}"' if prompts and change.why == "turn" else ""
+    lines = [f"{direction}: {len(done)} paths{of} are as they were before", *(f"  {path}" for path in done[:20])]
+    if len(done) > 20:
+        lines.append(f"  ... and {len(done) - 20} more")
+    if change.after is None:
+        lines.append("It was cut off, so what was changed since it began, by whomever, was taken back with it.")
+    if kept:
+        lines += [f"left alone ({len(kept)}):", *(f"  {path}: {reason}" for path, reason in kept[:20])]
+        lines.append(f"/{direction} force brings back those that were changed since, too.")
+    if (runtime.config.workspace / ".git").exists():
+        lines.append("Not covered: .git itself (commits, branches, the index).")
+    lines.append("/redo takes this back." if direction == "undo" else "/undo takes this back.")
+    return "\n".join(lines)
+
+
+async def _step(runtime: Runtime, direction: str, rest: str) -> str:
+    """Undo or redo, and tell the model with the next prompt."""
+    if runtime.busy:
+        return f"/{direction} waits until the turn has ended"
+    if rest not in ("", "force"):
+        return f"/{direction} takes back one step; /{direction} force also what was changed since"
+    try:
+        change, restored = await asyncio.to_thread(runtime.undo.go, direction, rest == "force")
+    except SnapshotError as exc:
+        return f"no {direction}: {exc}"
+    if restored.done:
+        names = ", ".join(one_line(path, 80) for path in restored.done[:20])
+        what = "took back your changes to" if direction == "undo" else "brought back your changes to"
+        runtime.emit(runtime.agent.note(f"The user {what} {len(restored.done)} paths, among them: {names}"))
+    return _describe_step(runtime, direction, change, restored)
+
+
+@command
+async def undo_command(runtime: Runtime, rest: str) -> str:
+    """Take back all that the last turn changed in the files; /undo force: also what was changed since."""
+    return await _step(runtime, "undo", rest)
+
+
+@command
+async def redo_command(runtime: Runtime, rest: str) -> str:
+    """Take back the last undo."""
+    return await _step(runtime, "redo", rest)
+
+
+@command
+async def diff_command(runtime: Runtime, rest: str) -> str:
+    """Show what the last turn changed in the files; /diff session: what the session changed."""
+    try:
+        return await asyncio.to_thread(runtime.undo.diff, rest == "session")
+    except SnapshotError as exc:
+        return f"no diff: {exc}"
 
 
 @command
@@ -2536,22 +6238,37 @@ class Repl:
             with _on_signals(asyncio.get_running_loop(), self.runtime.agent.interrupt.set):
                 await self.runtime.send(text or FIRST_PROMPT)
 
-    async def _ask(self, tool: Tool, preview: str) -> str:
-        """Put an approval question; anything that is not a yes is a no, and words are its reason."""
+    async def _ask(self, question: Question) -> Answer:
+        """Put an approval question; Enter alone is no, and words that are no answer are the reason for a no."""
+        import termios
+
         from prompt_toolkit import PromptSession
         from rich.text import Text
 
         self.renderer.flush()
-        self.console.print(Text(f"{tool.name}:", style="bold yellow"))
-        self.console.print(Text("  " + clean(preview).replace("\n", "\n  ")))
+        head, *rest = question.lines()
+        self.console.print(Text(head, style="bold yellow"))
+        self.console.print(Text("\n".join(rest)))
+        offers = "[y]es, [N]o or why not" + (", [a]lways" if question.grant else "")
+        offers += ", [e]dit" if question.can_edit else ""
+        if question.grant:
+            self.console.print(Text(f"  always: {escape(question.grant, keep='')}", style="dim"))
         session: PromptSession[str] = PromptSession()
         try:
-            answer = await session.prompt_async("Run it? [y]es, [a]lways in this session, [N]o, or say why not: ")
+            await asyncio.sleep(0.5)  # what was typed before the question could be read is not an answer to it
+            with contextlib.suppress(termios.error, OSError):
+                termios.tcflush(sys.stdin.fileno(), termios.TCIFLUSH)
+            answer = (await session.prompt_async(f"Run it? {offers}: ")).strip()
+            if answer.lower() in ("e", "edit") and question.can_edit:
+                return Answer("edit", await session.prompt_async("command: ", default=question.detail))
         except (KeyboardInterrupt, EOFError):
             self.runtime.agent.interrupt.set()
-            return "n"
-        answer = answer.strip()
-        return {"yes": "y", "always": "a", "no": "n"}.get(answer.lower(), answer) or "n"
+            return Answer("no")
+        if answer.lower() in ("a", "always") and question.grant:
+            return Answer("always")
+        if answer.lower() in ("y", "yes"):
+            return Answer("yes")
+        return Answer("no", "" if answer.lower() in ("n", "no") else answer)
 
 
 # --- Headless -------------------------------------------------------------------------------------
@@ -2561,8 +6278,16 @@ EXIT_STATUS = {"done": 0, "needs_input": 0, "error": 1, "limit": 3, "interrupted
 EXIT_USAGE, EXIT_TRY_LATER = 2, 75
 
 
+async def _refuse(question: Question) -> Answer:
+    """The answer where nobody can be asked; said on stderr."""
+    why = question.concern or f"the approval mode asks before it may {question.risk}"
+    print(f"agent: refused: {question.tool} ({why}): {escape(question.subject, keep='')}", file=sys.stderr, flush=True)
+    return Answer("no", f"nobody can be asked in this run ({why}); do without, or tell the user to use --approve all")
+
+
 async def run_headless(runtime: Runtime, prompt: str, as_json: bool, notes: Sequence[str]) -> int:
     """Run one turn and return the exit status of the outside contract."""
+    runtime.approvals.ask = _refuse
     renderer = JsonRenderer() if as_json else PlainRenderer()
     runtime.sinks.append(renderer)
     session = runtime.session
@@ -2600,7 +6325,7 @@ def build_parser() -> argparse.ArgumentParser:
     option("local", metavar="GGUF", nargs="?", const="", help="use the embedded model, or this GGUF file")
     option("context_window", metavar="N", help="tokens that the model accepts")
     option("max_steps", metavar="N", help="steps in one turn (200)")
-    option("approve", choices=CHOICES["approve"], help="when to ask before a tool call (auto)")
+    option("approve", choices=CHOICES["approve"], help="when to ask before a tool call (auto in a sandbox, else ask)")
     option("sandbox", choices=CHOICES["sandbox"], help="run commands in a sandbox (auto: where it works)")
     option("network", action="store_true", default=None, help="let sandboxed commands use the network")
     option("new", action="store_true", help="begin a new session; default: continue the last one of the directory")
@@ -2659,14 +6384,13 @@ def choose_provider(config: Config, ask: Callable[[str], bool]) -> HttpProvider:
     Raises AgentError with three lines on what to set when there is none.
     """
     if config.base_url or config.api_key:
-        base_url = (config.base_url or OPENAI_URL).strip().rstrip("/")
-        if not re.match(r"https?://[^/]+", base_url):
-            raise ConfigError(f"the base URL {base_url!r} must start with http:// or https://.")
-        model = config.model or ("" if config.base_url else DEFAULT_MODEL) or _first_model(base_url, config.api_key)
-        return HttpProvider(config, base_url, model, ChatWire())
+        base_url = config.base_url or OPENAI_URL
+        given = config.model or ("" if config.base_url else DEFAULT_MODEL)
+        model = given or _first_model(split_base_url(base_url)[0], config.api_key)
+        return HttpProvider(config, base_url, model)
     if found := find_local_server():
         _, base_url, model = found
-        return HttpProvider(config, base_url, config.model or model, ChatWire())
+        return HttpProvider(config, base_url, config.model or model)
     raise AgentError(
         "there is no model to talk to. Set one of these:\n"
         "  OPENAI_API_KEY=...                                    for OpenAI\n"
@@ -2674,20 +6398,47 @@ def choose_provider(config: Config, ask: Callable[[str], bool]) -> HttpProvider:
     )
 
 
+def confine(config: Config) -> tuple[Workspace, Jobs, Sandbox | None, list[str]]:
+    """Open the workspace and find out how commands can be confined; the texts are for the user.
+
+    Raises AgentError when a sandbox was demanded and does not hold.
+    """
+    state_dir, root, environ = config.state_dir, config.workspace, config.command_environment
+    try:
+        scratch, _ = make_scratch(state_dir)  # the lock stays with this process
+    except OSError:  # the session says that it is not kept
+        state_dir = Path(tempfile.mkdtemp(prefix="agent_state_"))
+        scratch, _ = make_scratch(state_dir)
+    notes = [
+        f"{name} in the workspace is ignored: only your own {config.config_file} sets policy."
+        for name in IGNORED_POLICY
+        if os.path.lexists(root / name) and root / name != config.config_file
+    ]
+    sandbox, why_not = None, "it is switched off"
+    if config.sandbox != "off":
+        workspace = Workspace(root, scratch, config.home, state_dir)
+        sandbox, why_not = probe_sandbox(workspace, state_dir, environ.get("PATH", os.defpath))
+        if why_not and config.sandbox == "on":
+            raise AgentError(f"the sandbox does not work here: {why_not}. --sandbox off runs without it.")
+    if sandbox:
+        return sandbox.workspace, Jobs(sandbox.workspace, environ, sandbox, scratch), sandbox, notes
+    notes.append(f"NOT SANDBOXED ({why_not}): commands can do whatever you can do, so each one is asked for.")
+    workspace = Workspace(root, None, config.home, state_dir)
+    return workspace, Jobs(workspace, environ, None, scratch), None, notes
+
+
 def build_runtime(config: Config, provider: Provider, fresh: bool, session_id: str | None) -> tuple[Runtime, list[str]]:
     """Put all parts together; the texts are for the user."""
     session, notes = open_session(config, provider.model, fresh, session_id)
-    why_not = "it is switched off" if config.sandbox == "off" else probe_sandbox(config.workspace, config.state_dir)
-    if why_not and config.sandbox == "on":
-        raise AgentError(f"the sandbox does not work here: {why_not}. --sandbox off runs without it.")
-    if why_not:
-        notes.append(f"NOT SANDBOXED ({why_not}): commands can do whatever you can do, so each one is asked for.")
-    context = ToolContext(config, Workspace(config.workspace), not why_not, asyncio.Event())
-    approvals = Approvals(config.approve, sandbox=not why_not)
+    notes += session.notices
+    session.notices.clear()
+    workspace, jobs, sandbox, limits = confine(config)
+    context = ToolContext(config, workspace, sandbox, asyncio.Event(), jobs=jobs)
+    approvals = Approvals(config.approve, sandbox=sandbox is not None)
     agent = Agent(config, provider, TOOLS, context, approvals)
     runtime = Runtime(config, agent, session, approvals)
     runtime.start(session)
-    return runtime, notes
+    return runtime, [*notes, *limits]
 
 
 def headless_prompt(prompt: str | None) -> str | None:
@@ -2716,6 +6467,7 @@ def run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
     ask = _ask_on_terminal if prompt is None else lambda question: False
     workspace = prepare_workspace(options.start_dir, ask)
     config = load_config(vars(options), environ, workspace)
+    sys.path[:] = [path for path in sys.path if path.startswith(sys.prefix) or not _is_below(Path(path), workspace)]
     if options.sessions:
         print(describe_sessions(config))
         return 0
@@ -2725,14 +6477,18 @@ def run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
     runtime, notes = build_runtime(config, provider, options.new, options.resume or None)
     if options.start_dir is None:
         notes.insert(0, f"working directory: {workspace}")
-    try:
-        if prompt is not None:
-            return asyncio.run(run_headless(runtime, prompt, options.json, notes))
-        from rich.console import Console
 
-        return asyncio.run(Repl(runtime, Console(highlight=False)).run(notes))
-    finally:
-        runtime.session.close()
+    async def front() -> int:
+        try:
+            if prompt is not None:
+                return await run_headless(runtime, prompt, options.json, notes)
+            from rich.console import Console
+
+            return await Repl(runtime, Console(highlight=False)).run(notes)
+        finally:
+            await runtime.close()
+
+    return asyncio.run(front())
 
 
 def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.environ) -> int:

@@ -60,5 +60,5 @@ class Conversation:
         provider = self.runtime.agent.provider
         assert isinstance(provider, agent.HttpProvider)
         self._runner.run(provider.close())
+        self._runner.run(self.runtime.close())
         self._runner.close()
-        self.runtime.session.close()

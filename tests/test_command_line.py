@@ -101,10 +101,17 @@ def test_a_base_url_without_a_scheme(fails: Callable[..., str], workspace: Path)
     assert "must start with http:// or https://" in line
 
 
-def test_a_state_directory_that_cannot_be_made(fails: Callable[..., str], workspace: Path, tmp_path: Path) -> None:
+def test_a_state_directory_that_cannot_be_made_is_said_and_the_work_goes_on(
+    server: Serve, run_agent: Run, workspace: Path, tmp_path: Path
+) -> None:
     (tmp_path / "file").touch()
-    env = {"XDG_STATE_HOME": str(tmp_path / "file"), "OPENAI_API_KEY": "sk-x"}
-    assert "Set XDG_STATE_HOME elsewhere" in fails("--start_dir", workspace, "-p", "x", env=env, status=1)
+    fake = server(text("one"))
+    finished = run_agent(
+        "--start_dir", workspace, "-p", "x", env={**fake.env, "XDG_STATE_HOME": str(tmp_path / "file")}
+    )
+    assert (finished.status, finished.stdout) == (0, "one\n")
+    assert "this session is not kept" in finished.stderr
+    assert "Set XDG_STATE_HOME elsewhere" in finished.stderr
 
 
 def test_a_session_log_that_cannot_be_read_is_left_alone(server: Serve, run_agent: Run, workspace: Path) -> None:

@@ -161,8 +161,8 @@ def test_a_hang_up_leaves_a_whole_log(server: Serve, repl: Callable[..., Termina
     fake.wait_for_requests(1)
     terminal.close()
     (log,) = (Path(os.environ["XDG_STATE_HOME"]) / "agent/sessions").glob("*/*.jsonl")
-    records, dropped = agent.read_log(log)
-    assert dropped == 0
+    records, tail, damaged = agent.read_log(log)
+    assert (tail, damaged) == (b"", 0)
     assert agent.fold(records).messages[0] == {"role": "user", "content": "first"}
 
 
