@@ -38,6 +38,7 @@ import argparse
 import ast
 import asyncio
 import codecs
+import concurrent.futures
 import contextlib
 import dataclasses
 import difflib
@@ -1641,10 +1642,11 @@ LEFTOVER_S = 0.25  # what the shell leaves running (tee) may end by itself
 MIN_FREE_BYTES = 500 << 20
 MAX_COMMAND_BYTES = 128_000  # the kernel's limit for one argument
 
-# The shell that runs the command as "$0": no core files, first to go when memory ends. Inside a process namespace
-# of its own it also waits for what the command left running, and says what it stopped.
+# The shell that runs the command, which it gets as "$0": no core files, first to go when memory ends. Inside a
+# process namespace of its own it also waits for what the command left running, and says what it stopped; elsewhere
+# it runs the command itself, since a second shell takes longer to start than most commands run.
 PRELUDE = "echo 800 2>/dev/null >/proc/self/oom_score_adj; ulimit -c 0; "
-PLAIN_SHELL = PRELUDE + 'exec SHELL -c "$0"'
+PLAIN_SHELL = PRELUDE + 'set -- "$0"; BASH_ARGV0=SHELL; eval "shift; $1"'
 BOXED_SHELL = PRELUDE + (
     'ulimit -u 2048; exec 3>&2 2>/dev/null; SHELL -c "$0" 2>&3 3>&-; r=$?\n'
     "for i in 1 2 3 4 5; do set -- /proc/[0-9]*; [ $# -le 2 ] && exit $r; sleep .05; done\n"
@@ -1935,12 +1937,22 @@ def _process_table() -> dict[int, _Process]:
     return table
 
 
-def adopt_orphans() -> None:
+def adopt_orphans() -> bool:
     """Become the parent of what our commands' processes leave behind, so that it is found (Linux)."""
-    if sys.platform == "linux":
-        import ctypes
+    if sys.platform != "linux":
+        return False
+    import ctypes
 
-        ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
+    return ctypes.CDLL(None).prctl(36, 1, 0, 0, 0) == 0  # PR_SET_CHILD_SUBREAPER
+
+
+def our_children() -> set[int] | None:
+    """The processes whose parent we are; None where the system does not list them."""
+    try:
+        lists = [Path(f"/proc/self/task/{thread}/children").read_bytes() for thread in os.listdir("/proc/self/task")]
+    except OSError:
+        return None
+    return {int(pid) for pids in lists for pid in pids.split()}
 
 
 class Job:
@@ -1948,9 +1960,12 @@ class Job:
 
     def __init__(
         self, command: str, argv: Sequence[str], cwd: Path, environ: Mapping[str, str], output: CommandOutput,
-        confined: bool, emit: Callable[[str], None],
+        confined: bool, emit: Callable[[str], None], adopted: set[int] | None = None,
     ) -> None:  # fmt: skip
-        """Start the command; raises OSError or ValueError when that is not possible."""
+        """Start the command; raises OSError or ValueError when that is not possible.
+
+        `adopted`: our children before the start, where every orphan of the command becomes one; None elsewhere.
+        """
         import subprocess
 
         self.command = command
@@ -1961,6 +1976,7 @@ class Job:
         self.status: int | None = None  # the exit code of a command that ended by itself
         self.exited = asyncio.Event()
         self._emit = emit
+        self._adopted = adopted
         self._tag = secrets.token_hex(16)
         self._unseen = b""
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -2040,6 +2056,11 @@ class Job:
             found |= more
         return found & table.keys()
 
+    def _left_nothing(self) -> bool:
+        """Whether the shell, which has exited, surely left no process: a look that costs less than `_alive`."""
+        children = our_children()
+        return children is not None and self._adopted is not None and children <= self._adopted
+
     async def run(self, timeout_s: float, interrupt: asyncio.Event) -> None:
         """Wait for the end: the shell's exit, the limit, the interrupt. Then nothing of the command is left."""
         reason = "stopped"
@@ -2082,8 +2103,8 @@ class Job:
 
     async def _stop(self) -> int:
         """End the processes, politely first; how many there were. bwrap itself is only killed: it ends all at once."""
-        if self.exited.is_set() and self.confined:
-            return 0  # the process namespace is gone, and all in it
+        if self.exited.is_set() and (self.confined or self._left_nothing()):
+            return 0  # confined: the process namespace is gone, and all in it
         left, spared = 0, {self.process.pid} if self.confined else set()
         polite = [(0, LEFTOVER_S)] if self.exited.is_set() else [(signal.SIGINT, 0.3)]
         for number, patience_s in (*polite, (signal.SIGTERM, 0.7), (signal.SIGKILL, 2.0)):
@@ -2137,6 +2158,7 @@ class Jobs:
         self._shell = find_program("bash", self._search_path(), workspace.root) or "/bin/sh"
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._told: set[int] = set()
+        self._adopts = False
         self._holder: subprocess.Popen[bytes] | None = None
         self._holder_pid = 0
         self._watcher: subprocess.Popen[bytes] | None = None
@@ -2176,7 +2198,7 @@ class Jobs:
         import subprocess
 
         if self._watcher is None and os.path.isdir("/proc"):
-            adopt_orphans()
+            self._adopts = adopt_orphans()
             argv = ["/bin/sh", "-c", WATCHER, self._session_tag]
             environ = {"PATH": self._search_path(), "AGENT_CALL": "watcher"}
             self._watcher = subprocess.Popen(argv, env=environ, stdin=subprocess.PIPE, start_new_session=True)
@@ -2199,7 +2221,8 @@ class Jobs:
         name = f"job-{number}.log" if background else f"call-{secrets.token_hex(4)}.log"
         output = CommandOutput(self.folder / name, f"/tmp/{name}" if sandbox else str(self.folder / name), background)
         in_namespace = bool(sandbox and sandbox.program.endswith("bwrap"))
-        job = Job(command, argv, self.workspace.root, environ, output, in_namespace, emit)
+        adopted = our_children() if self._adopts else None
+        job = Job(command, argv, self.workspace.root, environ, output, in_namespace, emit, adopted)
         if background:
             self.background[number] = job
             self._tasks[number] = asyncio.ensure_future(job.run(math.inf, asyncio.Event()))
@@ -5018,8 +5041,10 @@ def build_system_prompt(config: Config) -> str:
 
 
 # --- Session --------------------------------------------------------------------------------------
-# The session log: append-only JSON lines, each on disk before anything that depends on it happens. One record a
-# line; each also has `time`, seconds since the epoch. What was sent is not stored again: the system prompt, the
+# The session log: append-only JSON lines, each handed to the system before anything that depends on it happens, so
+# that a killed process loses nothing. The disk itself has a record at the latest when the reply to the request after
+# it is there, and those of SYNCED_AT_ONCE before anything goes on: a power failure loses at most the last step. One
+# record a line; each also has `time`, seconds since the epoch. What was sent is not stored again: the system prompt, the
 # messages and the boundaries of a request rebuild it, and its digest proves that (see Replay).
 #
 #   type        fields                                                        when
@@ -5041,6 +5066,7 @@ def build_system_prompt(config: Config) -> str:
 # Not covered: a log edited by hand into other valid records.
 
 LOG_VERSION = 1
+SYNCED_AT_ONCE = ("snapshot", "changed", "turn_end")
 KEEP_SESSIONS = 100  # of one workspace; the oldest are deleted
 KEEP_DAYS = 90  # sessions of a workspace that does not exist any more
 FIRST_BYTES = 65_536  # of a log, read to show what it is about
@@ -5226,17 +5252,40 @@ def read_log(path: Path) -> Log:
 
 
 def write_all(file: int, data: bytes) -> None:
-    """Append data and wait until it is on disk; raises OSError after taking back a part that was written."""
+    """Append data; raises OSError after taking back a part that was written."""
     start = os.fstat(file).st_size
     rest = memoryview(data)
     try:
         while rest:
             rest = rest[os.write(file, rest) :]
-        os.fdatasync(file)
     except OSError:
         with contextlib.suppress(OSError):
             os.ftruncate(file, start)
         raise
+
+
+class DiskSync:
+    """Has the disk take what was written to a file: at once, or in a thread while something else is waited for."""
+
+    def __init__(self, file: int) -> None:
+        self._file = file
+        self._thread = concurrent.futures.ThreadPoolExecutor(1)
+        self._begun: concurrent.futures.Future[None] | None = None
+
+    def begin(self) -> None:
+        """Begin to sync; raises the OSError of the time before, which is over then."""
+        self.wait()
+        self._begun = self._thread.submit(os.fdatasync, self._file)
+
+    def wait(self) -> None:
+        """Wait for what was begun; raises OSError when it failed."""
+        begun, self._begun = self._begun, None
+        if begun:
+            begun.result()
+
+    def close(self) -> None:
+        """Wait for what was begun; errors come too late."""
+        self._thread.shutdown()
 
 
 class Session:
@@ -5252,6 +5301,7 @@ class Session:
         self.resumed = resumed
         self.notices: list[str] = []
         self._file = file
+        self._sync = DiskSync(file) if file is not None else None
         self._unwritten: list[bytes] = []
 
     @property
@@ -5260,19 +5310,24 @@ class Session:
         return self.folded.id
 
     def record(self, event: Event) -> None:
-        """Append the event's record and wait until it is on disk."""
+        """Append the event's record; see the beginning of this section for when the disk has it."""
         if record := event_to_record(event):
             self.append(record)
 
     def append(self, record: Record) -> None:
         """Append one record. When the disk refuses it, it is kept in memory and tried again with the next one."""
         self.folded.apply(record)
-        if self._file is None:
+        if self._file is None or self._sync is None:
             return
         failing = bool(self._unwritten)
         self._unwritten.append(json.dumps({**record, "time": round(time.time(), 3)}).encode() + b"\n")
         try:
             write_all(self._file, b"".join(self._unwritten))
+            self._unwritten.clear()
+            if record["type"] in ("request", *SYNCED_AT_ONCE):
+                self._sync.begin()
+            if record["type"] in SYNCED_AT_ONCE:
+                self._sync.wait()
         except OSError as exc:
             if not failing:
                 self.notices.append(
@@ -5280,7 +5335,6 @@ class Session:
                     " happens from now on is kept in memory until there is room, and lost if the program ends before."
                 )
             return
-        self._unwritten.clear()
         if failing:
             self.notices.append("the session log can be written again; nothing is missing in it.")
 
@@ -5290,6 +5344,8 @@ class Session:
             return
         if self.path and not self.folded.messages and not self.resumed:
             self.path.unlink(missing_ok=True)
+        if self._sync:
+            self._sync.close()
         os.close(self._file)
         self._file = None
 
@@ -5325,6 +5381,7 @@ def _create_log(path: Path, records: Iterable[Record]) -> int:
     try:
         _lock(file)
         write_all(file, b"".join(json.dumps(record).encode() + b"\n" for record in records))
+        os.fdatasync(file)
         sync_directory(path.parent)
     except OSError:
         os.close(file)
