@@ -4361,7 +4361,9 @@ def failure_of(error: Exception, limit_s: float) -> Failure:
     cause: BaseException = error
     while cause.__cause__ or cause.__context__:
         cause = cause.__cause__ or cause.__context__ or cause
-    return Failure("no connection", one_line(str(cause) or type(cause).__name__, 200))
+    number = cause.errno or 0 if isinstance(cause, OSError) else 0  # 1 and below are TLS and name lookup
+    reason = os.strerror(number) if number > 1 else re.sub(r"\[Errno -?\d+\] ", "", str(cause))
+    return Failure("no connection", one_line(reason or type(cause).__name__, 200))
 
 
 def explain(failure: Failure, base_url: str, model: str, size: int) -> ProviderError:
@@ -4810,14 +4812,18 @@ class Agent:
         return compacted_view(self.system_prompt, self.messages, self.checkpoint)
 
     async def turn(self, prompt: str) -> AsyncGenerator[Event, None]:
-        """Run one turn: add the prompt, then step until the model stops calling tools. TurnEnd comes last."""
+        """Run one turn: add the prompt, then step until the model stops calling tools. TurnEnd comes last.
+
+        Without a prompt it goes on from where the transcript stands, as after a provider that gave up.
+        """
         started, reason = time.monotonic(), "limit"
         failure: AgentError | None = None
         self._begin_turn()
         self.interrupt.clear()
         for event in self.settle():
             yield event
-        yield self._add(user_message(prompt))
+        if prompt:
+            yield self._add(user_message(prompt))
         try:
             while self.steps < self.config.max_steps:
                 self.steps += 1

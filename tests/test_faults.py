@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from conftest import Finished
-from fake_replies import Json, Step, call, fault, holds, refuse, text
+from fake_replies import Json, Step, call, fault, forever, holds, refuse, text
 from fake_server import FakeServer
 from request_rules import Request
 
@@ -95,7 +95,7 @@ def play(case: Json, server: Serve, workspace: Path, messages: list[agent.Messag
     (workspace / "a.txt").write_text("alpha\n")
     (workspace / "b.txt").write_text("beta\n")
     fake = server(refuse() if case.get("connect") == "refuse" else None, allow={"window"})
-    fake.script[:] = fake.script if fake.refuses else [agent_step(case)]
+    fake.script[:] = fake.script if fake.refuses else [forever(scripted(case))]
     options = {
         "base_url": fake.base_url, "model": "m", "sandbox": "off", "approve": "all", "max_steps": "12",
         "api": case.get("api"), "first_token_timeout_s": str(FIRST_BYTE_S / 5), "idle_timeout_s": str(IDLE_S),
@@ -121,12 +121,6 @@ def play(case: Json, server: Serve, workspace: Path, messages: list[agent.Messag
     finally:
         runtime.session.close()
     return Played(events, runtime.agent.messages, fake.requests, provider)
-
-
-def agent_step(case: Json) -> Any:
-    from fake_replies import forever
-
-    return forever(scripted(case))
 
 
 # --- What each word of `expect` means ------------------------------------------
@@ -222,3 +216,42 @@ def test_case(case: Json, server: Serve, workspace: Path) -> None:
     if case["expect"] in ("adapt", "compact"):
         messages = messy_transcript(18_000 if case["expect"] == "compact" else 0)
     MEANING[case["expect"]](case, play(case, server, workspace, messages))
+
+
+# --- The same from outside -----------------------------------------------------
+
+BY_ID = {case["id"]: case for case in CASES}
+
+
+@pytest.mark.parametrize(
+    ("id", "status", "reason", "event"),
+    [
+        ("st-crlf", 0, "done", "text_delta"),
+        ("tc-index-all-0", 0, "done", "tool_end"),
+        ("net-rst-midstream", 0, "done", "retry"),
+        ("rl-retry-after-unit", 0, "done", "retry"),
+        ("rl-retry-after-3600", 75, "error", "turn_end"),
+        ("url-200-html", 1, "error", "turn_end"),
+        ("rq-fastapi-extra", 0, "done", "adapted"),
+        ("api-404-responses-only", 0, "done", "adapted"),
+        ("api-unknown-events", 0, "done", "tool_end"),
+        ("ar-array", 3, "limit", "tool_end"),
+        ("ctx-gemini-list", 0, "done", "compacted"),
+    ],
+)
+def test_a_case_of_each_kind_in_a_subprocess(
+    id: str, status: int, reason: str, event: str, server: Serve, run_agent: Run, workspace: Path
+) -> None:
+    (workspace / "a.txt").write_text("alpha\n")
+    (workspace / "b.txt").write_text("beta\n")
+    fake = server(forever(scripted(BY_ID[id])))
+    options = ["--start_dir", workspace, "--base_url", fake.base_url, "--model", "m", "--sandbox", "off", "--json"]
+    options += ["--approve", "all", *(["--api", "responses"] if BY_ID[id].get("api") else [])]
+    for length in (5000, 5000, 5000) if event == "compacted" else ():
+        run_agent(*options, "-p", "x" * length)
+    finished = run_agent(*options, "-p", "y" * (5000 if event == "compacted" else 2))
+    assert finished.status == status, finished
+    events = [json.loads(line) for line in finished.stdout.splitlines()]
+    assert event in [each["type"] for each in events]
+    assert events[-1]["reason"] == reason
+    assert finished.stderr == "" or "NOT SANDBOXED" in finished.stderr
