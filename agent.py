@@ -540,10 +540,10 @@ def _legal_calls(message: Message, taken: set[str]) -> dict[str, ToolCall]:
     return calls
 
 
-def _answers(messages: Sequence[Message]) -> dict[str, str]:
-    """call id -> content of the tool messages up to the next assistant message."""
+def _answers(messages: Sequence[Message], start: int) -> dict[str, str]:
+    """call id -> content of the tool messages from `start` up to the next assistant message."""
     answers: dict[str, str] = {}
-    for message in messages:
+    for message in (messages[index] for index in range(start, len(messages))):
         if message.get("role") == "assistant":
             break
         if message.get("role") == "tool":
@@ -562,26 +562,47 @@ def _append(valid: list[Message], message: Message) -> None:
     valid[-1].pop(NATIVE, None)
 
 
-def valid_messages(messages: Sequence[Message]) -> list[Message]:
-    """The messages as every service accepts them; what is valid already comes back unchanged.
+class ValidMessages:
+    """Makes messages valid, request after request; what the request before held already is not looked at again."""
 
-    At most one system message, and it is the first; each call answered directly after it, no answer without its
-    call; no empty content; roles alternate; legal and unique call ids, legal names, arguments that are JSON
-    objects; no lone surrogates; the last message is never the assistant's.
-    """
-    messages = [well_formed(message) for message in messages]
-    valid: list[Message] = []
-    taken: set[str] = set()
-    for index, message in enumerate(messages):
-        role, text = message.get("role"), message_text(message)
+    def __init__(self) -> None:
+        self._given: list[Message] = []
+        self._valid: list[Message] = []
+        self._taken: set[str] = set()  # ids of calls
+
+    def __call__(self, messages: Sequence[Message]) -> list[Message]:
+        """The messages as every service accepts them. See `valid_messages`."""
+        if not self._goes_on(messages):
+            self._given, self._valid, self._taken = [], [], set()
+        added = [well_formed(message) for message in messages[len(self._given) :]]
+        self._given = list(messages)
+        for index, message in enumerate(added):
+            self._add(message, added, index + 1)
+        ends_badly = not self._valid or self._valid[-1]["role"] in ("assistant", "system")
+        return [*self._valid, user_message(GO_ON)] if ends_badly else list(self._valid)
+
+    def _goes_on(self, messages: Sequence[Message]) -> bool:
+        """Whether an assistant's message follows on those of the request before: then none of them can change."""
+        known = len(self._given)
+        return (
+            0 < known < len(messages)
+            and messages[known].get("role") == "assistant"
+            and bool(self._valid)
+            and self._valid[-1]["role"] in ("user", "tool")
+            and messages[:known] == self._given
+        )
+
+    def _add(self, message: Message, messages: Sequence[Message], after: int) -> None:
+        """Add one message and, to an assistant's, the answers to its calls, which stand from `after` on."""
+        role, text, valid = message.get("role"), message_text(message), self._valid
         if role == "assistant":
-            calls = _legal_calls(message, taken)
+            calls = _legal_calls(message, self._taken)
             if not calls and not text.strip():
-                continue
+                return
             if not valid or valid[-1]["role"] == "system":
                 valid.append(user_message(GO_ON))
             _append(valid, with_calls(message if text.strip() else message | {"content": None}, list(calls.values())))
-            answers = _answers(messages[index + 1 :])
+            answers = _answers(messages, after)
             for id, call in calls.items():
                 content = answers.get(id, NOT_EXECUTED)
                 valid.append(tool_message(call, ToolResult(content if content.strip() else "")))
@@ -589,9 +610,16 @@ def valid_messages(messages: Sequence[Message]) -> list[Message]:
             valid.append(system_message(text))
         elif role != "tool" and text.strip():
             _append(valid, user_message(text))
-    if not valid or valid[-1]["role"] in ("assistant", "system"):
-        valid.append(user_message(GO_ON))
-    return valid
+
+
+def valid_messages(messages: Sequence[Message]) -> list[Message]:
+    """The messages as every service accepts them; what is valid already comes back unchanged.
+
+    At most one system message, and it is the first; each call answered directly after it, no answer without its
+    call; no empty content; roles alternate; legal and unique call ids, legal names, arguments that are JSON
+    objects; no lone surrogates; the last message is never the assistant's.
+    """
+    return ValidMessages()(messages)
 
 
 # --- Events ---------------------------------------------------------------------------------------
@@ -3977,6 +4005,8 @@ class ChatWire:
 
     def _message(self, source: str, message: Message, flags: frozenset[str]) -> Message:
         """One message with its native content, where that came from this source, and without it elsewhere."""
+        if NATIVE not in message and not flags:
+            return message
         native, sent = native_of(message, source), without_native(message)
         if "no_tool_name" in flags and sent["role"] == "tool":
             del sent["name"]
@@ -4448,6 +4478,21 @@ class Exchange:
             await self._feed.close()
 
 
+class RequestEncoder:
+    """Makes JSON of request bodies; a message that the request before held already is not encoded again."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Any, str]] = {}  # id of a message -> (the message, its JSON)
+
+    def __call__(self, body: dict[str, Any]) -> bytes:
+        """The body as JSON, its messages last."""
+        name = "input" if "input" in body else "messages"
+        encoded = [self._known.get(id(message)) or (message, json.dumps(message)) for message in body[name]]
+        self._known = {id(message): (message, text) for message, text in encoded}
+        rest = json.dumps({key: value for key, value in body.items() if key != name})
+        return f'{rest[:-1]}, "{name}": [{", ".join(text for _, text in encoded)}]}}'.encode()
+
+
 @dataclass
 class Tries:
     """What was tried for one request."""
@@ -4477,6 +4522,8 @@ class HttpProvider:
         self._fixed_wire = wire
         self._file = AdaptationFile(config.state_dir / "providers.json")
         self._native_callers: set[str] = set()  # sources that have called a tool in the wire's own form
+        self._valid = ValidMessages()
+        self._encode = RequestEncoder()
         self._client: openai.AsyncOpenAI | None = None
 
     @property
@@ -4508,12 +4555,12 @@ class HttpProvider:
         self, messages: Sequence[Message], tools: Sequence[Tool], interrupt: asyncio.Event
     ) -> AsyncGenerator[Delta | Reply, None]:
         """Send one request and read its reply, again and again while that can help. See Provider."""
-        messages, tries = valid_messages(messages), Tries()
+        messages, tries = self._valid(messages), Tries()
         while True:
             wire = self._fixed_wire or WIRE_OF[self.wire_name()]()
             body = wire.body(self.source, self.model, messages, tools, self.adaptation)
             body = adapted_body(body, self.adaptation)
-            content = json.dumps(body).encode()
+            content = self._encode(body)
             client = self._connected()
             reader = wire.reader(self.source, self.adaptation)
             exchange = Exchange(reader, self._first_limit_s(), self.config.idle_timeout_s)
