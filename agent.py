@@ -18,7 +18,7 @@ yields; *sinks* (renderers, the session log) take them, and decide nothing.
 
 Sections: Errors and interruption, Configuration, Messages, Events, Text, Workspace, Snapshots, Sandbox, Tools,
 Approval, Provider: errors, Provider: adaptation, Provider: wires, Provider: requests, Context, Agent, Session, Undo,
-Renderers, Slash commands, REPL, Headless, Command line.
+Markdown, Renderers, Slash commands, Terminal, REPL, Headless, Replay, Command line.
 
 Read `Agent.turn` first: it is the whole control flow. `build_runtime` wires all parts together.
 """
@@ -48,6 +48,7 @@ import fcntl
 import fnmatch
 import functools
 import hashlib
+import io
 import json
 import math
 import random
@@ -58,6 +59,7 @@ import shutil
 import signal
 import stat
 import tempfile
+import threading
 import time
 import tomllib
 import zlib
@@ -66,18 +68,37 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar
+from types import MappingProxyType
+from typing import IO, TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, TextIO, TypeAlias, TypeVar, cast
 
 if TYPE_CHECKING:
     import subprocess
 
     import httpx2
     import openai
-    from rich.console import Console, RenderableType
+    from markdown_it import MarkdownIt
+    from markdown_it.token import Token
+    from prompt_toolkit.application import Application
+    from prompt_toolkit.buffer import Buffer
+    from prompt_toolkit.completion import CompleteEvent, Completer, Completion
+    from prompt_toolkit.document import Document
+    from prompt_toolkit.formatted_text import StyleAndTextTuples
+    from prompt_toolkit.input import Input
+    from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+    from prompt_toolkit.key_binding.key_processor import KeyProcessor
+    from prompt_toolkit.layout import HSplit, Window
+    from prompt_toolkit.output import Output
+    from prompt_toolkit.output.vt100 import Vt100_Output
+    from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+    from rich.markdown import Markdown
+    from rich.segment import Segment
+    from rich.style import Style
+    from rich.text import Text
 
 __version__ = "0.1.0"
 
 T = TypeVar("T")
+A = TypeVar("A", bound="Agent")
 
 
 # --- Errors and interruption ----------------------------------------------------------------------
@@ -149,13 +170,16 @@ async def interruptible(work: Awaitable[T], interrupt: asyncio.Event, timeout_s:
 
 USER_SETTINGS = (
     "model", "base_url", "api", "local", "context_window", "max_steps", "approve", "sandbox", "network",
-    "keep_env", "instructions", "shell_timeout_s", "first_token_timeout_s", "idle_timeout_s", "max_attempts",
+    "keep_env", "trace", "instructions", "shell_timeout_s", "first_token_timeout_s", "idle_timeout_s", "max_attempts",
+    "editing", "notify", "prices",
 )  # fmt: skip
 
 CHOICES = {
     "api": ("auto", "chat", "responses", "json"),
     "approve": ("plan", "ask", "auto", "all"),
     "sandbox": ("auto", "on", "off"),
+    "editing": ("emacs", "vi"),
+    "notify": ("bell", "desktop", "off"),
 }
 
 COMMAND_ENVIRONMENT = {
@@ -164,6 +188,7 @@ COMMAND_ENVIRONMENT = {
     "GIT_SSH_COMMAND": "ssh -oBatchMode=yes", "TERM": "dumb", "NO_COLOR": "1", "PYTHONUNBUFFERED": "1",
     "DEBIAN_FRONTEND": "noninteractive", "PIP_NO_INPUT": "1", "npm_config_yes": "true",
 }  # fmt: skip
+_PRICES = re.compile(r"(?:\d*\.?\d+/){2}\d*\.?\d+|")
 _SECRET_NAME = re.compile(
     r"KEY|TOKEN|SECRET|PASSW|PASSPHRASE|CREDENTIAL|AUTH(?!OR)|COOKIE|PRIVATE|DSN|(DATABASE|MONGO|REDIS|WEBHOOK).*UR[IL]",
     re.IGNORECASE,
@@ -213,6 +238,8 @@ class Config:
     """auto: sandbox commands where it works; on: refuse to run without it; off: never."""
     network: bool = False
     """Whether sandboxed commands may use the network."""
+    trace: bool = False
+    """Whether to keep every byte of requests and replies beside the session log."""
     keep_env: str = ""
     """Names of variables that commands inherit although they look like secrets, with commas between."""
     instructions: str = ""
@@ -225,6 +252,12 @@ class Config:
     """How long a reply may stall once it has begun."""
     max_attempts: int = 6
     """How often one request is tried before the turn ends with an error."""
+    editing: str = "emacs"
+    """Keys of the input line: emacs or vi."""
+    notify: str = "bell"
+    """How a question or the end of a long turn is made known: bell, desktop (a notification) or off."""
+    prices: str = ""
+    """Dollars per million tokens as INPUT/CACHED/OUTPUT, for instance 2/0.5/8; empty: no cost is shown."""
     environ: Mapping[str, str] = field(default_factory=dict, repr=False)
     """The environment as it was at start; what commands inherit is derived from it."""
 
@@ -245,6 +278,34 @@ class Config:
     def cache_dir(self) -> Path:
         """Downloaded model weights."""
         return self._base("XDG_CACHE_HOME", ".cache") / "agent"
+
+    @property
+    def colour(self) -> bool:
+        """Whether the terminal may be written to in colour."""
+        return not self.environ.get("NO_COLOR")
+
+    @property
+    def term(self) -> str:
+        """The terminal's type."""
+        return self.environ.get("TERM", "")
+
+    @property
+    def user_environment(self) -> dict[str, str]:
+        """What a command of the user's own inherits: everything."""
+        return dict(self.environ)
+
+    @property
+    def plain_terminal(self) -> bool:
+        """Whether the terminal can only take lines: no cursor movement, no styles."""
+        return self.term in ("", "dumb", "unknown")
+
+    @property
+    def price_per_token(self) -> tuple[float, float, float] | None:
+        """Dollars for a token of input, of cached input and of output; None when they are not set."""
+        if not self.prices:
+            return None
+        paid, cached, output = (float(number) / 1e6 for number in self.prices.split("/"))
+        return paid, cached, output
 
     @property
     def home(self) -> Path:
@@ -304,6 +365,8 @@ def _setting(name: str, value: Any, source: str) -> Any:
         raise ConfigError(f"{source}: {value!r} does not fit {name}.") from None
     if not isinstance(value, str):
         raise ConfigError(f"{source}: {name} must be text, not {value!r}.")
+    if name == "prices" and not _PRICES.fullmatch(value.strip()):
+        raise ConfigError(f"{source}: {value!r} is not INPUT/CACHED/OUTPUT in dollars per million tokens.")
     return value.strip() if name != "instructions" else value
 
 
@@ -336,6 +399,7 @@ def load_config(options: Mapping[str, Any], environ: Mapping[str, str], workspac
 Message = dict[str, Any]
 
 NOT_EXECUTED = "Not executed: the turn was interrupted. It may have had effects: inspect before you try again."
+STOPPED = "Skipped: the user asked you to stop. Read the user's next message before you go on."
 SKIPPED = "Skipped: an earlier call of this reply failed. Look at its result before you try again."
 FEEDBACK = "[Runtime feedback] "
 CUT_OFF = FEEDBACK + "Not executed: the reply hit the output limit before the call was complete. Use smaller pieces."
@@ -378,6 +442,14 @@ def message_text(message: Message) -> str:
         return str(content)
     parts = [part if isinstance(part, dict) else {"text": str(part)} for part in content]
     return "".join(str(part.get("text") or f"[{part.get('type', 'part')} left out]") for part in parts)
+
+
+ATTACHED = "\n\n[attached file "
+
+
+def typed_part(message: Message) -> str:
+    """What the user typed of a message, without the files that were attached to it."""
+    return message_text(message).partition(ATTACHED)[0]
 
 
 def message_calls(message: Message) -> list[ToolCall]:
@@ -838,6 +910,11 @@ def clean(text: str) -> str:
     return _SURROGATES.sub("\ufffd", _INVISIBLE.sub("", text))
 
 
+def as_text(typed: str) -> str:
+    """What was typed, with the bytes that the terminal's encoding does not know mended or marked."""
+    return typed.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+
+
 def _written_out(char: str) -> str:
     code = ord(char)
     if 0xDC80 <= code <= 0xDCFF:  # an undecodable byte, see surrogateescape
@@ -1042,19 +1119,23 @@ def sync_directory(path: Path) -> None:
 class Workspace:
     """The files below `root`, a real path, and below `scratch`, which commands in the sandbox see as /tmp.
 
-    `home` and `state_dir` say what is hidden. Paths outside are opened too, but never unasked: see `concern`.
+    `home` and `state_dir` say what is hidden, `policy` is the user's configuration file. Paths outside are opened
+    too, but never unasked: see `concern`.
     """
 
     def __init__(
-        self, root: Path, scratch: Path | None = None, home: Path | None = None, state_dir: Path | None = None
-    ) -> None:
+        self, root: Path, scratch: Path | None = None, home: Path | None = None, state_dir: Path | None = None,
+        policy: Path | None = None,
+    ) -> None:  # fmt: skip
         self.root = root
+        self.policy = policy
         self.scratch = scratch
         self.home = home
         hidden = [home / name for name in HIDDEN] if home else []
         real = [Path(os.path.realpath(path)) for path in [*hidden, *([state_dir] if state_dir else [])]]
         self.hidden = tuple(path for path in real if not _is_below(root, path))
-        self.protected = (*(root / name for name in PROTECTED), Path(os.path.realpath(__file__)))
+        own = [Path(os.path.realpath(path)) for path in (Path(__file__), *([policy] if policy else []))]
+        self.protected = (*(root / name for name in PROTECTED), *own)
         self._known: dict[Path, bytes] = {}  # digest of each file as the model last read or wrote it
         self._bases = {"workspace": os.open(root, ONLY_DIRECTORY), "outside": os.open("/", ONLY_DIRECTORY)}
         if scratch:
@@ -1071,7 +1152,10 @@ class Workspace:
         for temporary in ("/tmp", "/var/tmp"):
             if self.scratch and _is_below(wanted, Path(temporary)) and not _is_below(wanted, self.root):
                 wanted = self.scratch / wanted.relative_to(temporary)
-        real = Path(os.path.realpath(wanted))
+        try:
+            real = Path(os.path.realpath(wanted))
+        except OSError as exc:  # a link that was changed at this moment
+            raise ToolError(f"{escape(path, keep='')}: {exc.strerror}.") from None
         if _is_below(real, self.root):
             return Place(real, "workspace", escape(os.path.relpath(real, self.root), keep=""))
         if self.scratch and _is_below(real, self.scratch):
@@ -1558,6 +1642,17 @@ class SnapshotStore:
             restored.kept.append((".", exc.strerror or str(exc)))
         return restored
 
+    def unpack(self, name: str) -> Restored:
+        """Put the files of a tree into the workspace, which should be empty; raises SnapshotError."""
+        restored = Restored()
+        directory = _open_directory(str(self.root))
+        try:
+            nothing = Tree(stat.S_IMODE(os.fstat(directory).st_mode), {})
+            self._restore(directory, "", nothing, nothing, self.tree(name), restored)
+        finally:
+            os.close(directory)
+        return restored
+
     def _restore(self, directory: int, path: str, live: Tree, old: Tree, new: Tree, restored: Restored) -> None:
         """Go back in one open directory, and set its mode last."""
         mode = new.mode if old.mode != new.mode and (restored.force or live.mode in (old.mode, new.mode)) else live.mode
@@ -1774,6 +1869,18 @@ class Sandbox:
         scratch = str(self.workspace.scratch)
         return [*begin, "--bind", scratch, "/tmp", "--bind", scratch, "/var/tmp"]
 
+    @functools.cached_property
+    def _masks(self) -> tuple[str, ...]:
+        """What is hidden if it exists; the private /tmp hides what is below that by itself."""
+        root, temporary = self.workspace.root, Path("/tmp")
+        return tuple(str(p) for p in self.workspace.hidden if not _is_below(p, temporary) or _is_below(p, root))
+
+    @functools.cached_property
+    def _program(self) -> str:
+        """This file, if it lies in the workspace."""
+        here = Path(os.path.realpath(__file__))
+        return str(here) if _is_below(here, self.workspace.root) else ""
+
     def _protected(self, read_only: bool) -> Iterator[str]:
         """The workspace, what must not be changed in it, and what is hidden: only what exists, so for each call anew.
 
@@ -1789,16 +1896,13 @@ class Sandbox:
             for path in (git / "hooks", git / "config", git / "config.worktree", git / "modules"):
                 if path.exists():
                     yield from ("--ro-bind", str(path), str(path))
-        program = os.path.realpath(__file__)
-        if _is_below(Path(program), self.workspace.root):
-            yield from ("--ro-bind", program, program)
-        for path in self.workspace.hidden:
-            if _is_below(path, Path("/tmp")) and not _is_below(path, self.workspace.root):
-                continue  # the private /tmp hides it already
-            if path.is_dir():
-                yield from ("--tmpfs", str(path))
-            elif path.is_file():
-                yield from ("--ro-bind", "/dev/null", str(path))
+        if self._program:
+            yield from ("--ro-bind", self._program, self._program)
+        for hidden in self._masks:
+            if os.path.isdir(hidden):
+                yield from ("--tmpfs", hidden)
+            elif os.path.isfile(hidden):
+                yield from ("--ro-bind", "/dev/null", hidden)
 
     def wrap(self, command: str, network: bool, read_only: bool = False, holder: int = 0) -> list[str]:
         """The argument list that runs a shell command confined. `holder`: join the private network of that process."""
@@ -1856,6 +1960,8 @@ def probe_sandbox(workspace: Workspace, state_dir: Path, search_path: str) -> tu
         return None, "there is no bash"
     if workspace.home and _is_below(Path(os.path.realpath(workspace.home)), workspace.root):
         return None, "the workspace holds your home directory"
+    if workspace.policy and _is_below(Path(os.path.realpath(workspace.policy)), workspace.root):
+        return None, "the workspace holds your configuration of this program"
     reasons = []
     canary = state_dir / "canary"
     canary.write_text("canary")
@@ -1944,24 +2050,35 @@ class CommandOutput:
 
 @dataclass(frozen=True)
 class _Process:
-    """A line of the process table."""
+    """A line of the process table. `tag`: which command it belongs to, if it is our child; b"" if it does not say."""
 
     parent: int
     session: int
-    tag: bytes
+    tag: bytes = b""
+
+
+def _read_proc(pid: str, name: str) -> bytes:
+    file = os.open(f"/proc/{pid}/{name}", os.O_RDONLY)
+    try:
+        return os.read(file, 1 << 17)
+    finally:
+        os.close(file)
 
 
 def _process_table() -> dict[int, _Process]:
-    """The living processes that we may look at; empty where there is no /proc."""
-    table = {}
-    for name in filter(str.isdigit, os.listdir("/proc") if os.path.isdir("/proc") else ()):
+    """The living processes that we may look at; empty where there is no /proc. Runs after every command: be quick."""
+    table, us = {}, os.getpid()
+    for pid in filter(str.isdigit, os.listdir("/proc") if os.path.isdir("/proc") else ()):
         with contextlib.suppress(OSError):
-            state, parent, _, session, *_ = Path(f"/proc/{name}/stat").read_bytes().rpartition(b")")[2].split()
-            if state != b"Z":
+            state, parent, _, session = _read_proc(pid, "stat").rpartition(b")")[2].split(maxsplit=4)[:4]
+            if state == b"Z":
+                continue
+            tag = b""
+            if int(parent) == us:
                 tag = b"?"  # not ours to look at
                 with contextlib.suppress(OSError):
-                    tag = Path(f"/proc/{name}/environ").read_bytes().partition(b"AGENT_CALL=")[2][:32]
-                table[int(name)] = _Process(int(parent), int(session), tag)
+                    tag = _read_proc(pid, "environ").partition(b"AGENT_CALL=")[2][:32]
+            table[int(pid)] = _Process(int(parent), int(session), tag)
     return table
 
 
@@ -2002,7 +2119,8 @@ class Job:
         self.started = time.monotonic()
         self.how = ""  # how it ended, in words
         self.status: int | None = None  # the exit code of a command that ended by itself
-        self.exited = asyncio.Event()
+        self.exited = asyncio.Event()  # the shell has ended
+        self.ended = asyncio.Event()  # nothing is left, and `how` is known
         self._emit = emit
         self._adopted = adopted
         self._tag = secrets.token_hex(16)
@@ -2128,13 +2246,14 @@ class Job:
             reason = f"exit code {code if code >= 0 else 128 + number}{named}"
             reason += f"; {left} process(es) left running were stopped; background=true keeps one" if left else ""
         self.how = f"{reason}, {time.monotonic() - self.started:.1f} s"
+        self.ended.set()
 
     async def _stop(self) -> int:
         """End the processes, politely first; how many there were. bwrap itself is only killed: it ends all at once."""
         if self.exited.is_set() and (self.confined or self._left_nothing()):
             return 0  # confined: the process namespace is gone, and all in it
         left, spared = 0, {self.process.pid} if self.confined else set()
-        polite = [(0, LEFTOVER_S)] if self.exited.is_set() else [(signal.SIGINT, 0.3)]
+        polite = [(0, LEFTOVER_S)] if self.exited.is_set() else [(signal.SIGINT, 0.5)]
         for number, patience_s in (*polite, (signal.SIGTERM, 0.7), (signal.SIGKILL, 2.0)):
             told: set[int] = set()
             deadline = time.monotonic() + patience_s
@@ -2159,13 +2278,6 @@ class Job:
                 with contextlib.suppress(OSError):
                     os.waitpid(pid, os.WNOHANG)
 
-    def kill(self) -> None:
-        """End everything at once, without waiting: for the end of the program."""
-        for _ in range(3):
-            for pid in self._alive():
-                with contextlib.suppress(OSError):
-                    os.kill(pid, signal.SIGKILL)
-
 
 class Jobs:
     """Starts commands and keeps those in the background. One for a run of the program; `close` ends them all."""
@@ -2186,7 +2298,6 @@ class Jobs:
         self._shell = find_program("bash", self._search_path(), workspace.root) or "/bin/sh"
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._told: set[int] = set()
-        self._adopts = False
         self._holder: subprocess.Popen[bytes] | None = None
         self._holder_pid = 0
         self._watcher: subprocess.Popen[bytes] | None = None
@@ -2222,11 +2333,13 @@ class Jobs:
         return self._holder_pid
 
     def _watch_over(self) -> None:
-        """See to it that unsandboxed commands are found when they go astray, and end when we are killed."""
+        """See to it that commands end when we are killed.
+
+        bwrap does so itself, but not in its first milliseconds, before it has asked the kernel for it.
+        """
         import subprocess
 
         if self._watcher is None and os.path.isdir("/proc"):
-            self._adopts = adopt_orphans()
             argv = ["/bin/sh", "-c", WATCHER, self._session_tag]
             environ = {"PATH": self._search_path(), "AGENT_CALL": "watcher"}
             self._watcher = subprocess.Popen(argv, env=environ, stdin=subprocess.PIPE, start_new_session=True)
@@ -2236,20 +2349,20 @@ class Jobs:
         unsandboxed: bool = False, read_only: bool = False, background: bool = False,
     ) -> Job:  # fmt: skip
         """Start a command; raises OSError or ValueError when that is not possible."""
-        sandbox = None if unsandboxed else self.sandbox
+        sandbox, adopted = None if unsandboxed else self.sandbox, None
+        environ = {**self._environ, "AGENT_SESSION": self._session_tag}
+        self._watch_over()
         if sandbox:
             holder = self._network_holder(sandbox) if background and not network else self._holder_pid
             argv = sandbox.wrap(command, network, read_only, holder)
-            environ = {**self._environ, **BOXED_ENVIRONMENT}
+            environ |= BOXED_ENVIRONMENT
         else:
-            self._watch_over()
+            adopted = our_children() if adopt_orphans() else None
             argv = [self._shell, "-c", PLAIN_SHELL.replace("SHELL", self._shell), command]
-            environ = {**self._environ, "AGENT_SESSION": self._session_tag}
         number = max(self.background, default=0) + 1
         name = f"job-{number}.log" if background else f"call-{secrets.token_hex(4)}.log"
         output = CommandOutput(self.folder / name, f"/tmp/{name}" if sandbox else str(self.folder / name), background)
         in_namespace = bool(sandbox and sandbox.program.endswith("bwrap"))
-        adopted = our_children() if self._adopts else None
         job = Job(command, argv, self.workspace.root, environ, output, in_namespace, emit, adopted)
         if background:
             self.background[number] = job
@@ -2438,14 +2551,20 @@ FIRST_LOOK_S = 1.0  # how long a background job is watched, to see it fail at on
 
 def _hint(output: str, network: bool) -> str:
     """Why the sandbox may have made a command fail, and what the model can do about it; "" as a rule."""
-    if "bwrap: " in output[:200]:
-        return "\n[the sandbox could not be started, so nothing was run]"
+    if output.startswith("bwrap: "):
+        return "the sandbox could not be started, so nothing was run"
     if "Read-only file system" in output or "Device or resource busy" in output:
         what = "only the workspace (without .git/config and .git/hooks) and /tmp can be written"
-        return f"\n[sandbox: {what}; unsandboxed=true asks the user]"
+        return f"sandbox: {what}; unsandboxed=true asks the user"
     if not network and NO_NETWORK.search(output):
-        return "\n[sandbox: the network is off; network=true asks the user]"
+        return "sandbox: the network is off; network=true asks the user"
     return ""
+
+
+def _with_notes(output: CommandOutput, *notes: str) -> str:
+    """The output, and after it each note on a line in brackets."""
+    text = output.text().removesuffix("\n")
+    return "\n".join([*([text] if text else []), *(f"[{note}]" for note in notes if note)])
 
 
 async def _job_command(jobs: Jobs, command: str) -> ToolResult | None:
@@ -2479,16 +2598,14 @@ async def run_shell_command(context: ToolContext, arguments: dict[str, Any]) -> 
         raise ToolError(f"The command could not be started: {exc}.") from None
     if background:
         with contextlib.suppress(TimeoutError):
-            await interruptible(job.exited.wait(), context.interrupt, FIRST_LOOK_S)
+            await interruptible(job.ended.wait(), context.interrupt, FIRST_LOOK_S)
         number = max(jobs.background)
-        how = "" if job.exited.is_set() else f"; stop it with: kill %{number}"
-        return ToolResult(f"{job.output.text()}\n[{jobs.describe(number)}{how}]".lstrip())
+        how = "" if job.ended.is_set() else f"; stop it with: kill %{number}"
+        return ToolResult(_with_notes(job.output, jobs.describe(number) + how))
     wanted_s = float(arguments.get("timeout_s") or 0)
     await job.run(min(wanted_s if wanted_s > 0 else context.config.shell_timeout_s, MAX_TIMEOUT_S), context.interrupt)
-    output = job.output.text().strip("\n")
-    hint = _hint(output, network) if context.sandbox and not unsandboxed and job.status else ""
-    news = "".join(f"\n[{line}]" for line in jobs.news())
-    return ToolResult(f"{output}\n[{job.how}]{hint}{news}".lstrip(), is_error=job.status != 0)
+    hint = _hint(job.output.text(), network) if context.sandbox and not unsandboxed and job.status else ""
+    return ToolResult(_with_notes(job.output, job.how, hint, *jobs.news()), is_error=job.status != 0)
 
 
 def _preview_command(context: ToolContext, arguments: dict[str, Any]) -> Preview:
@@ -2540,8 +2657,8 @@ def ignore_rule(line: str, folder: str) -> tuple[re.Pattern[str], bool, bool] | 
     anywhere = "/" not in line
     regex = "".join(
         {"**/": "(?:.*/)?", "/**": "/.*", "**": ".*", "*": "[^/]*", "?": "[^/]"}.get(part)
-        or (re.sub(r"^\[!", "[^", part) if part.startswith("[") else re.escape(part))
-        for part in re.findall(r"\*\*/|/\*\*|\*\*|\*|\?|\[[^\]/]+\]|[^*?\[/]+|.", line.removeprefix("/"))
+        or (re.sub(r"^\[!", "[^", part) if len(part) > 2 and part[0] == "[" else re.escape(part.removeprefix("\\")))
+        for part in re.findall(r"\\.|\*\*/|/\*\*|\*\*|\*|\?|\[[^\]/]+\]|[^*?\[/\\]+|.", line.removeprefix("/"))
     )
     begin = re.escape(f"{folder}/" if folder else "")
     try:
@@ -3036,17 +3153,6 @@ def parse_arguments(tool: Tool, text: str) -> dict[str, Any]:
     return arguments
 
 
-def describe_call(call: ToolCall) -> str:
-    """A call on one line for the user: its name and its first argument."""
-    try:
-        arguments = json.loads(call.arguments or "{}", strict=False)
-    except json.JSONDecodeError:
-        return f"{one_line(call.name)} {one_line(call.arguments, 60)}"
-    values = list(arguments.values()) if isinstance(arguments, dict) else []
-    more = " ..." if len(values) > 1 else ""
-    return f"{one_line(call.name)} {one_line(str(values[0]), 80)}{more}" if values else one_line(call.name)
-
-
 # --- Approval -------------------------------------------------------------------------------------
 # The decision on one call, asked by the loop before the tool runs, never by the tool. Modes: plan (only looking;
 # commands see the workspace read-only), ask (before each write and each command that does more than look), auto (as
@@ -3133,7 +3239,7 @@ class Approvals:
         if preview.risk == "exec":
             if self.sandbox and preview.concern and sources:
                 return ""
-            return f"this exact command{f' {preview.concern}' if preview.concern else ''}: {preview.detail}"
+            return f"this exact command{f' ({preview.concern})' if preview.concern else ''}: {preview.detail}"
         if preview.risk == "read" and preview.concern.startswith("outside"):
             return f"reading in {os.path.dirname(preview.detail)}"
         return "" if preview.concern else "writing in the workspace"
@@ -4411,8 +4517,11 @@ def explain(failure: Failure, base_url: str, model: str, size: int) -> ProviderE
 class Exchange:
     """One request on its way: `open`, then `read` until it gives None, then `close`."""
 
-    def __init__(self, reader: ReplyReader, first_limit_s: float, idle_limit_s: float) -> None:
+    def __init__(
+        self, reader: ReplyReader, first_limit_s: float, idle_limit_s: float, trace: Callable[[str, bytes], None]
+    ) -> None:
         self.reader = reader
+        self._trace = trace
         self.limit_s = first_limit_s
         """How long the next bytes may take: less once the model has begun, more while it thinks silently."""
         self._first_limit_s, self._idle_limit_s = first_limit_s, idle_limit_s
@@ -4441,6 +4550,7 @@ class Exchange:
                 return None  # nothing that matters can be missing
             raise
         self._at_end = not data
+        self._trace("reply", data)
         if self._whole is None:
             return self._take(self._events.feed(data) if data else self._events.end())
         self._whole += data
@@ -4518,6 +4628,7 @@ class HttpProvider:
         self.base_url, self._query = split_base_url(base_url)
         self.model = model
         self.sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
+        self.trace: Callable[[str, bytes], None] = lambda kind, data: None  # gets the bytes that go out and come in
         self._key = checked_key(config.api_key)
         self._fixed_wire = wire
         self._file = AdaptationFile(config.state_dir / "providers.json")
@@ -4563,7 +4674,8 @@ class HttpProvider:
             content = self._encode(body)
             client = self._connected()
             reader = wire.reader(self.source, self.adaptation)
-            exchange = Exchange(reader, self._first_limit_s(), self.config.idle_timeout_s)
+            exchange = Exchange(reader, self._first_limit_s(), self.config.idle_timeout_s, self.trace)
+            self.trace("request", content)
             try:
                 await exchange.open(self._post(client, wire.path, content), interrupt)
                 while (deltas := await exchange.read(interrupt)) is not None:
@@ -4782,6 +4894,7 @@ FIRST_PROMPT = """\
 You are starting in a directory (maybe a git repository) that someone may have worked on already. Look around to
 become familiar with it, then say in a few lines what is there and ask for instructions."""
 
+STOP_WORDS = re.compile(r"(stop|halt|wait)\b", re.IGNORECASE)  # a steered line that begins so ends the batch of calls
 CALL_HINT = "Write complete calls of the tools named above, with arguments that are one JSON object each."
 EMPTY_REPLY = "It was empty. Take the next useful action with a tool, or give a concise answer."
 CUT_OFF_TEXT = """Your reply was cut off by the output limit. Say in few words what you found and what is still to
@@ -4797,6 +4910,11 @@ def unusable(detail: str) -> str:
     return f"{FEEDBACK}Your reply could not be processed. No tool was executed for it. {detail}"
 
 
+def without_times(result: str) -> str:
+    """A tool result without what differs each time: how long it took."""
+    return re.sub(r"\d+\.\d+ ?s\]", "", result)
+
+
 BeforeChange = Callable[[], Awaitable[None]]
 
 
@@ -4808,6 +4926,14 @@ def request_digest(messages: Sequence[Message], tools: Sequence[Tool]) -> str:
     """The same for two requests exactly when they offer the same tools and send the same messages."""
     offered = [[tool.name, tool.description, tool.parameters] for tool in tools]
     return hashlib.sha256(json.dumps([list(messages), offered]).encode()).hexdigest()[:32]
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A line of the user that waits: for the end of the running tool calls (`steers`) or of the turn."""
+
+    text: str
+    steers: bool
 
 
 class Agent:
@@ -4837,6 +4963,8 @@ class Agent:
         self._calls = 0  # how many calls the transcript holds: the next one's number
         self.sources: list[str] = []  # what the model has read since the user's own last prompt; only grows until then
         self.interrupt = context.interrupt
+        self.pending: list[Pending] = []
+        self.to_message: Callable[[str], Message] = user_message  # what makes a message of the user's words
         self._begin_turn()
 
     def _begin_turn(self) -> None:
@@ -4854,6 +4982,31 @@ class Agent:
         self.messages, self.checkpoint = list(messages), checkpoint
         self._calls = sum(len(message_calls(message)) for message in messages)
 
+    def steer(self, text: str) -> None:
+        """Tell the model something while it works: added to the transcript when the running calls are done."""
+        self.pending.append(Pending(text, steers=True))
+
+    def follow_up(self, text: str) -> None:
+        """Keep a line for after the turn; see `next_follow_up`."""
+        self.pending.append(Pending(text, steers=False))
+
+    def drain_pending(self) -> list[str]:
+        """Take back every line that was not delivered: steered lines, then follow-ups."""
+        waiting, self.pending = self.pending, []
+        return [line.text for line in sorted(waiting, key=lambda line: not line.steers)]
+
+    def next_follow_up(self) -> str | None:
+        """Take the line to handle after a turn; one that came too late to steer it goes first."""
+        line = min(self.pending, key=lambda line: not line.steers, default=None)
+        if line is None:
+            return None
+        self.pending.remove(line)
+        return line.text
+
+    def add_context(self, text: str) -> MessageAdded:
+        """Add words of the user without starting a turn: the next one sends them."""
+        return self._add(user_message(text))
+
     def view(self) -> list[Message]:
         """The messages that the next request sends."""
         return compacted_view(self.system_prompt, self.messages, self.checkpoint)
@@ -4870,7 +5023,7 @@ class Agent:
         for event in self.settle():
             yield event
         if prompt:
-            yield self._add(user_message(prompt))
+            yield self._add(self.to_message(prompt))
         try:
             while self.steps < self.config.max_steps:
                 self.steps += 1
@@ -4890,6 +5043,11 @@ class Agent:
                 async with aclosing(self._run_calls(reply)) as running:
                     async for event in running:
                         yield event
+                steered = self._take_steers()
+                for message in steered:
+                    yield self._add(message)
+                if steered:
+                    continue
                 if objection := self._objection(reply):
                     yield self._add(feedback_message(objection))
                 elif not reply.tool_calls:
@@ -4907,6 +5065,14 @@ class Agent:
             yield event
         error, retryable = str(failure) if failure else None, getattr(failure, "retryable", False)
         yield TurnEnd(reason, error, self.usage, self.steps, time.monotonic() - started, retryable)
+
+    def _take_steers(self) -> list[Message]:
+        """The steered lines as messages; what the model did so far is no repetition any more."""
+        lines = [line for line in self.pending if line.steers]
+        if lines:
+            self.pending = [line for line in self.pending if not line.steers]
+            self._last_call = None
+        return [self.to_message(line.text) for line in lines]
 
     def settle(self) -> Iterator[Event]:
         """Answer the calls that were left without a result: after an interrupt, an error, a killed process."""
@@ -4930,7 +5096,7 @@ class Agent:
         started = time.monotonic()
         yield RequestStart(
             purpose, self.provider.model, len(self.messages), self.checkpoint.covered, estimate_tokens(request),
-            self.config.context_window, request_digest(request, tools),
+            self.provider.context_window, request_digest(request, tools),
         )  # fmt: skip
         reply = None
         try:
@@ -4995,6 +5161,8 @@ class Agent:
             yield ToolEnd(call, result)
             if self.interrupt.is_set():
                 raise Interrupted
+            if any(line.steers and STOP_WORDS.match(line.text) for line in self.pending):
+                skip = skip or STOPPED
             if result.is_error:
                 skip = skip or SKIPPED
             reminder = self._note_repetition(call, result) or reminder
@@ -5032,7 +5200,7 @@ class Agent:
 
     def _note_repetition(self, call: ToolCall, result: ToolResult) -> str:
         """A reminder when the same call had the same result too often; raises NoProgress when that did not help."""
-        key = (call.name, call.arguments, re.sub(r"\d+\.\d+ ?s\]", "", result.content))
+        key = (call.name, call.arguments, without_times(result.content))
         self._same_calls = self._same_calls + 1 if key == self._last_call else 1
         self._last_call = key
         if self._same_calls >= STOP_AT:
@@ -5106,8 +5274,9 @@ def build_system_prompt(config: Config) -> str:
 #   message     message                                                       the transcript grew
 #   request     purpose, model, messages, covered, tokens, window, digest     a request is about to be sent
 #   retry       attempt, delay_s, reason                                      it failed and is tried again
+#   adapted     what                                                          the way of asking was changed
 #   reply       purpose, status, error, elapsed_s, finish_reason, usage,      it ended; `message` only where the
-#               message                                                       transcript does not get it
+#               problem, message                                              transcript does not get it
 #   compacted   covered, summary, tokens_before, tokens_after                 the view was compacted
 #   snapshot    why, tree                                                     the workspace, before a turn, an undo or
 #                                                                             a redo changes it
@@ -5122,6 +5291,7 @@ LOG_VERSION = 1
 SYNCED_AT_ONCE = ("snapshot", "changed", "turn_end")
 KEEP_SESSIONS = 100  # of one workspace; the oldest are deleted
 KEEP_DAYS = 90  # sessions of a workspace that does not exist any more
+TRACE_BYTES = 200_000_000  # of raw requests and replies that one process keeps
 FIRST_BYTES = 65_536  # of a log, read to show what it is about
 
 Record = Mapping[str, Any]
@@ -5250,12 +5420,16 @@ def event_to_record(event: Event) -> dict[str, Any] | None:
             return {"type": "request", **dataclasses.asdict(event)}
         case Retry():
             return {"type": "retry", **dataclasses.asdict(event)}
+        case Adapted(what):
+            return {"type": "adapted", "what": what}
         case RequestEnd(purpose, status, error, elapsed_s, reply):
             record = {
                 "type": "reply", "purpose": purpose, "status": status, "error": error, "elapsed_s": round(elapsed_s, 3),
                 "finish_reason": reply.finish_reason if reply else None,
                 "usage": dataclasses.asdict(reply.usage) if reply and reply.usage else None,
             }  # fmt: skip
+            if reply and (problem := reply.problem or settled_calls(reply.tool_calls)[1]):
+                record["problem"] = problem
             if reply and (purpose == "summary" or not (reply.text.strip() or reply.tool_calls)):
                 record["message"] = reply.message
             return record
@@ -5356,6 +5530,7 @@ class Session:
         self._file = file
         self._sync = DiskSync(file) if file is not None else None
         self._unwritten: list[bytes] = []
+        self._traced = 0
 
     @property
     def id(self) -> str:
@@ -5390,6 +5565,16 @@ class Session:
             return
         if failing:
             self.notices.append("the session log can be written again; nothing is missing in it.")
+
+    def trace(self, kind: str, data: bytes) -> None:
+        """Keep what was sent or received, byte for byte, in a file beside the log; up to TRACE_BYTES of it."""
+        if self.path is None or not data or self._traced > TRACE_BYTES:
+            return
+        line = {"time": round(time.time(), 3), "kind": kind, "data": data.decode("utf-8", "backslashreplace")}
+        with contextlib.suppress(OSError):
+            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+            with open(os.open(self.path.with_suffix(".trace"), flags, 0o600), "wb") as file:
+                self._traced += file.write(json.dumps(line).encode() + b"\n")
 
     def close(self) -> None:
         """Give the log free for other processes. A session in which nothing was said leaves none."""
@@ -5766,110 +5951,728 @@ class Undo:
         return [f"{path}: {what}{modes}", *diff(texts[0], texts[1], path).splitlines()]
 
 
-# --- Renderers ------------------------------------------------------------------------------------
-# Sinks that show events: the terminal (rich), JSON lines, plain text. They decide nothing.
+# --- Markdown -------------------------------------------------------------------------------------
+# Text as lines of a terminal. A streamed answer is laid out block by block: a block becomes lines once, as soon as
+# no later text can change it, so that what was printed never has to be printed again.
+# Not covered: a link whose definition comes later in the text stays as it was written; numbers of a list of a
+# hundred items or more are not aligned with each other.
 
-FOLD_LINES = 12  # lines of a diff or a result that the terminal shows
+Line: TypeAlias = "list[Segment]"
+
+STYLES = {  # name -> (attributes, colour) as SGR numbers; only the terminal's own 16 colours, which fit its background
+    "": ("", ""), "dim": ("2", ""), "bold": ("1", ""), "prompt": ("1", "36"), "notice": ("", "35"), "error": ("", "31"),
+    "tool": ("1", ""), "question": ("1", "35"), "added": ("", "32"), "removed": ("", "31"),
+}  # fmt: skip
+MARKDOWN_STYLES = {
+    "markdown.code": "cyan", "markdown.h1": "bold underline", "markdown.h2": "bold", "markdown.h3": "bold",
+    "markdown.h4": "italic", "markdown.block_quote": "dim", "markdown.list": "none", "markdown.item.number": "none",
+    "markdown.link": "underline", "markdown.link_url": "cyan", "markdown.table.border": "dim",
+    "markdown.table.header": "bold",
+}  # fmt: skip
+CODE_STYLES = {
+    "Comment": "dim", "Keyword": "magenta", "Operator.Word": "magenta", "Literal.String": "green",
+    "Literal.Number": "cyan", "Name.Function": "bold", "Name.Class": "bold", "Name.Decorator": "cyan",
+    "Name.Tag": "magenta", "Name.Attribute": "cyan", "Name.Builtin": "cyan", "Generic.Deleted": "red",
+    "Generic.Inserted": "green", "Generic.Heading": "bold", "Generic.Subheading": "cyan",
+}  # fmt: skip
+ASCII_GLYPHS = str.maketrans(
+    dict.fromkeys("┌┐└┘├┤┬┴┼┏┓┗┛┡┩╇╵╷╴╶", "+") | dict(zip("›•✗·…─━│┃▌", ">*x-.--|||", strict=True))
+)
+CODE_BATCH, CODE_HELD_BACK, CODE_CONTEXT = 40, 5, 400  # lines of a code block: printed at a time, kept, lexed again
+UNPARSED_TAIL = 6_000  # characters of one unfinished block above which the preview shows its raw end
+
+
+def wrap(text: str, columns: int) -> list[str]:
+    """The text in lines of at most so many cells, broken at spaces where there are any."""
+    from prompt_toolkit.utils import get_cwidth
+
+    lines = []
+    for line in text.expandtabs(8).split("\n"):
+        start, end, cells, space = 0, 0, 0, 0
+        while end < len(line):
+            cells += get_cwidth(line[end])
+            if cells > columns and end > start:
+                stop = space if space > start + columns // 2 else end
+                lines.append(line[start:stop].rstrip())
+                start = stop + len(line[stop:end]) - len(line[stop:end].lstrip(" "))
+                end, cells, space = start, 0, 0
+                continue
+            if line[end] == " ":
+                space = end
+            end += 1
+        lines.append(line[start:])
+    return lines
+
+
+def crop(text: str, columns: int) -> str:
+    """One line, cut to so many cells."""
+    from prompt_toolkit.utils import get_cwidth
+
+    text = " ".join(text.split())
+    if get_cwidth(text) <= columns:
+        return text
+    while text and get_cwidth(text) > columns - 1:
+        text = text[:-1]
+    return text + "…"
+
+
+@functools.cache
+def _code_theme() -> Any:
+    from pygments.token import string_to_tokentype  # type: ignore[import-untyped]
+    from rich.style import Style
+    from rich.syntax import ANSISyntaxTheme
+
+    return ANSISyntaxTheme({string_to_tokentype(name): Style.parse(style) for name, style in CODE_STYLES.items()})
+
+
+def highlight(code: str, language: str) -> list[Text]:
+    """The lines of a piece of code, coloured; a language that is not known leaves them plain."""
+    from rich.syntax import Syntax
+
+    syntax = Syntax("", language or "text", theme=_code_theme(), background_color="default")
+    lines = list(syntax.highlight(code).split("\n", allow_blank=True))
+    for line in lines:
+        line.no_wrap, line.end = False, "\n"
+    return lines
+
+
+@functools.cache
+def _markdown_type() -> type[Markdown]:
+    """Rich's Markdown in our looks: headings to the left, code without a frame, so that it can be copied."""
+    from rich.markdown import CodeBlock, Heading, HorizontalRule, ListItem, Markdown
+    from rich.padding import Padding
+    from rich.text import Text
+
+    class LeftHeading(Heading):
+        LEVEL_ALIGN: ClassVar[dict[str, Any]] = {}
+
+    class PlainCode(CodeBlock):
+        def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+            for line in highlight(str(self.text).rstrip(), self.lexer_name):
+                yield Padding(line, (0, 0, 0, 2))
+
+    class ShortRule(HorizontalRule):
+        def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+            yield Text("─" * min(20, options.max_width), style="dim")
+
+    class AlignedItem(ListItem):
+        def render_number(
+            self, console: Console, options: ConsoleOptions, number: int, last_number: int
+        ) -> RenderResult:
+            return super().render_number(console, options, number, max(last_number, 10))
+
+    class OurMarkdown(Markdown):
+        elements: ClassVar[dict[str, Any]] = {
+            **Markdown.elements, "heading_open": LeftHeading, "fence": PlainCode, "code_block": PlainCode,
+            "hr": ShortRule, "list_item_open": AlignedItem,
+        }  # fmt: skip
+
+    return OurMarkdown
+
+
+@functools.cache
+def _markdown_parser() -> MarkdownIt:
+    from markdown_it import MarkdownIt
+
+    # rich drops HTML silently: `List<String>` would lose its half, so nothing is taken as HTML
+    return MarkdownIt("commonmark", {"html": False}).enable(["strikethrough", "table"])
+
+
+def _without_trailing_blanks(line: Line) -> Line:
+    while (
+        line and line[-1].text.isspace() and not (line[-1].style and (line[-1].style.bgcolor or line[-1].style.reverse))
+    ):
+        line = line[:-1]
+    if line and line[-1].text.endswith(" ") and not (line[-1].style and line[-1].style.bgcolor):
+        line = [*line[:-1], line[-1]._replace(text=line[-1].text.rstrip(" "))]
+    return line
+
+
+class Painter:
+    """Lays text out in lines of at most `width` cells, in colours or without, in Unicode or in ASCII."""
+
+    def __init__(self, width: int, colour: bool = True, ascii_only: bool = False) -> None:
+        self.width = width
+        self.colour = colour
+        self.ascii_only = ascii_only
+
+    @functools.cached_property
+    def _console(self) -> Console:
+        from rich.console import Console
+        from rich.theme import Theme
+
+        return Console(
+            file=io.StringIO(), force_terminal=True, color_system="standard", legacy_windows=False, highlight=False,
+            emoji=False, markup=False, theme=Theme(MARKDOWN_STYLES), width=self.width, _environ={},
+        )  # fmt: skip
+
+    def glyphs(self, text: str) -> str:
+        """The text as this terminal can show it."""
+        return text.translate(ASCII_GLYPHS) if self.ascii_only else text
+
+    def styled(self, text: str, style: str = "", first: str = "", rest: str | None = None) -> str:
+        """Foreign or own text made harmless, wrapped and in one style; `first` and `rest` stand before its lines."""
+        attributes, colour = STYLES[style]
+        sgr = ";".join(filter(None, [attributes, colour if self.colour else ""]))
+        rest = " " * len(first) if rest is None else rest
+        lines = wrap(clean(text), max(4, self.width - max(len(first), len(rest))))
+        lines = [self.glyphs((rest if n else first) + line) for n, line in enumerate(lines)]
+        return "".join(
+            f"\x1b[{sgr}m{line}\x1b[0m\n" if sgr and line.strip() else line.rstrip() + "\n" for line in lines
+        )
+
+    def lines(self, renderable: RenderableType) -> list[Line]:
+        """A renderable of rich as lines."""
+        options = self._console.options.update(width=max(8, self.width))
+        return [_without_trailing_blanks(line) for line in self._console.render_lines(renderable, options, pad=False)]
+
+    def raw(self, text: str) -> list[Line]:
+        """Text as it is, as lines."""
+        from rich.segment import Segment
+
+        return [[Segment(line)] for line in wrap(text, max(8, self.width))]
+
+    def code(self, code: str, language: str, first: int = 0) -> list[Line]:
+        """The lines of a code block from line number `first` on; the ones before are only lexed."""
+        from rich.padding import Padding
+
+        return [line for text in highlight(code, language)[first:] for line in self.lines(Padding(text, (0, 0, 0, 2)))]
+
+    def markdown(self, tokens: Sequence[Token]) -> list[Line]:
+        """Parsed blocks as lines, without a blank line before or after them."""
+        markdown = _markdown_type()(
+            "", code_theme=_code_theme(), hyperlinks=False
+        )  # a link's text can lie: show its URL
+        markdown.parsed = list(tokens)
+        lines = self.lines(markdown)
+        if tokens and tokens[0].nesting == 1:  # code may begin with a blank line, other blocks only have a margin
+            while lines and not lines[0]:
+                del lines[0]
+        while lines and not lines[-1]:
+            del lines[-1]
+        return lines
+
+    def ansi(self, lines: Iterable[Line]) -> str:
+        """The lines as text for the terminal, each ended."""
+        from rich.color import ColorSystem
+
+        shown = []
+        for line in lines:
+            for text, style, _ in line:
+                style = style if self.colour or style is None else style.without_color
+                shown.append(style.render(text, color_system=ColorSystem.STANDARD) if style else text)
+            shown.append("\n")
+        return self.glyphs("".join(shown))
+
+
+class _Block(NamedTuple):
+    kind: str
+    tokens: list[Token]
+    line: int  # where it begins in the parsed text
+
+
+def _blocks(tokens: Sequence[Token]) -> list[_Block]:
+    """The top-level blocks, or the items when `tokens` is the inside of a list."""
+    blocks, depth, start = [], 0, 0
+    for index, token in enumerate(tokens):
+        if depth == 0:
+            start = index
+        depth += token.nesting
+        if depth == 0:
+            first = tokens[start]
+            blocks.append(_Block(first.type, list(tokens[start : index + 1]), first.map[0] if first.map else 0))
+    return blocks
+
+
+@dataclass
+class _OpenCode:
+    """A code block whose end has not come yet. Read by hand: the parser would scan all of it each time."""
+
+    fence: str
+    indent: int
+    language: str
+    lines: list[str] = field(default_factory=list)
+    shown: int = 0
+    begun: bool = False
+
+    def is_end(self, line: str) -> bool:
+        """Whether this line closes the block."""
+        mark = line.strip()
+        return len(line) - len(line.lstrip(" ")) < 4 and mark.startswith(self.fence) and not mark.strip(self.fence[0])
+
+    def add(self, line: str) -> None:
+        """Take a line without its end."""
+        line = line.expandtabs(4)
+        self.lines.append(line[min(self.indent, len(line) - len(line.lstrip(" "))) :])
+
+
+_FENCE = re.compile(r"( {0,3})(`{3,}|~{3,})([^\n]*)\n?")
+_LISTS = ("bullet_list_open", "ordered_list_open")
+_ENDED_BY_BLANK = ("paragraph_open", "table_open", "blockquote_open")
+
+
+class MarkdownStream:
+    """Takes an answer in pieces, gives its finished lines, and previews the rest."""
+
+    def __init__(self, painter: Painter) -> None:
+        self._painter = painter
+        self._definitions: dict[str, Any] = {}  # the parser's: link definitions seen so far
+        self._text = ""  # whole lines that are not laid out yet, cleaned
+        self._rest = ""  # what came after the last line end, as it came: an escape may be cut in two
+        self._parsed = 0  # characters of _text at the last parse
+        self._gap = False  # whether a blank line belongs before the next block
+        self._list: tuple[str, int] | None = None  # kind and next number of a list whose first items are laid out
+        self._code: _OpenCode | None = None
+
+    def feed(self, text: str) -> None:
+        """Take the next piece."""
+        if "\n" not in text:
+            self._rest += text
+            return
+        whole, _, rest = (self._rest + text).rpartition("\n")
+        self._text, self._rest = self._text + clean(whole + "\n"), rest
+
+    def poll(self, final: bool = False) -> list[Line]:
+        """The lines that became final since the last call; with `final` all that is left."""
+        if final:
+            self._text, self._rest = self._text + clean(self._rest), ""
+        lines: list[Line] = []
+        while self._take_code(lines, final) if self._code else self._take_blocks(lines, final):
+            pass
+        return lines
+
+    def _take_blocks(self, lines: list[Line], final: bool) -> bool:
+        """Lay out the finished blocks of the text. Returns whether there may be more."""
+        if not self._text.strip() or (len(self._text) == self._parsed and not final):
+            return False
+        blocks = _blocks(_markdown_parser().parse(self._text, self._definitions))
+        self._parsed = len(self._text)
+        if not blocks:
+            return False
+        *finished, last = blocks
+        for block in finished:
+            self._put(block.kind, block.tokens, lines)
+        start = self._offset(last.line)
+        if last.kind == "fence" and (fence := _FENCE.match(self._text, start)):
+            self._drop(fence.end())
+            self._code = _OpenCode(fence[2], len(fence[1]), (fence[3].split() or [""])[0])
+            return True
+        if final or self._is_finished(last.kind):
+            self._put(last.kind, last.tokens, lines)
+            start = len(self._text)
+        elif last.kind in _LISTS:
+            start = self._offset(self._put_items(last, lines))
+        self._drop(start)
+        self._parsed = len(self._text)
+        return False
+
+    def _is_finished(self, kind: str) -> bool:
+        """Whether the last block cannot be changed by what follows."""
+        if kind in ("heading_open", "hr"):
+            return True
+        return kind in _ENDED_BY_BLANK and not self._text.rsplit("\n", 2)[-2].strip()
+
+    def _put(self, kind: str, tokens: list[Token], lines: list[Line]) -> None:
+        """Lay a block out; one that goes on with a list gets its number and no blank line."""
+        if self._list and self._list[0] == kind:
+            tokens[0].attrs["start"] = self._list[1]
+        elif self._gap:
+            lines.append([])
+        self._list = None
+        lines += self._painter.markdown(tokens)
+        self._gap = True
+
+    def _put_items(self, block: _Block, lines: list[Line]) -> int:
+        """Lay out all items of a list but the last. Returns the line where the last one begins."""
+        *items, last = _blocks(block.tokens[1:-1])
+        if not items:
+            return block.line
+        first = int(block.tokens[0].attrs.get("start") or 1)
+        if self._list and self._list[0] == block.kind:
+            first = self._list[1]
+        inside = [token for item in items for token in item.tokens]
+        self._put(block.kind, [block.tokens[0], *inside, block.tokens[-1]], lines)
+        self._list = (block.kind, first + len(items))
+        return last.line
+
+    def _take_code(self, lines: list[Line], final: bool) -> bool:
+        """Read the lines of an open code block and lay out a batch. Returns whether it was closed."""
+        assert self._code
+        code, closed, start = self._code, False, 0
+        while not closed and start < len(self._text):
+            end = self._text.find("\n", start)
+            end = len(self._text) if end < 0 else end
+            line, start = self._text[start:end], end + 1
+            closed = code.is_end(line)
+            if not closed:
+                code.add(line)
+        self._drop(start)
+        if closed or final:
+            while code.lines[code.shown :] and not code.lines[-1].strip():
+                code.lines.pop()
+            self._put_code(code, len(code.lines), lines)
+            self._code = None
+        elif len(code.lines) - code.shown >= CODE_BATCH:
+            upto = len(code.lines) - CODE_HELD_BACK
+            while not code.lines[upto - 1].strip() and upto > code.shown:
+                upto -= 1
+            self._put_code(code, upto, lines)
+        return closed
+
+    def _put_code(self, code: _OpenCode, upto: int, lines: list[Line]) -> None:
+        """Lay out the lines up to there, in the colours that the lines before them call for."""
+        if not code.begun and self._gap:
+            lines.append([])
+        code.begun, self._gap, self._list = True, True, None
+        if upto > code.shown:
+            start = max(0, code.shown - CODE_CONTEXT)
+            lines += self._painter.code("\n".join(code.lines[start:upto]), code.language, code.shown - start)
+        code.shown = upto
+
+    def _offset(self, line: int) -> int:
+        """Where a line of the text begins."""
+        start = 0
+        for _ in range(line):
+            start = self._text.index("\n", start) + 1
+        return start
+
+    def _drop(self, count: int) -> None:
+        self._text, self._parsed = self._text[count:], 0
+
+    def tail(self, rows: int) -> list[Line]:
+        """At most so many lines that show what is not final yet."""
+        if rows <= 0:
+            return []
+        if self._code:
+            code = self._code
+            shown = [*code.lines[code.shown :][-rows:], *filter(None, [clean(self._rest)])]
+            return self._painter.code("\n".join(shown[-rows:]), code.language)[-rows:] if shown else []
+        text = self._text + clean(self._rest)
+        if len(text) > max(UNPARSED_TAIL, self._painter.width * rows * 2):
+            return self._painter.raw(text[-self._painter.width * rows :])[-rows:]
+        if not text.strip():
+            return []
+        tokens = _markdown_parser().parse(text, dict(self._definitions))
+        goes_on = bool(self._list and tokens and tokens[0].type == self._list[0])
+        if goes_on and self._list:
+            tokens[0].attrs["start"] = self._list[1]
+        lines = self._painter.markdown(tokens)
+        return ([[], *lines] if self._gap and not goes_on else lines)[-rows:]
+
+
+# --- Renderers ------------------------------------------------------------------------------------
+# Sinks that show events: the terminal, JSON lines, plain text. They decide nothing.
+
+FOLDED_DIFF, FOLDED_OUTPUT, FOLDED_ERROR, FOLDED_PROMPT = 16, 3, 8, 12  # lines that are shown of each
+KEPT_OUTPUT = 8_000  # characters of a running tool's output that the preview can show
+KEPT_FOLDED = 50  # folded things that can be shown whole
+VERBS = {"run_shell_command": "$", "read_from_file": "read", "write_to_file": "write", "list_files": "list"}
+
+
+def describe_call(call: ToolCall) -> tuple[str, str]:
+    """(what a call does, to what), each on one line."""
+    verb = VERBS.get(call.name, one_line(call.name))
+    try:
+        arguments = json.loads(call.arguments or "{}", strict=False)
+    except json.JSONDecodeError:
+        return verb, one_line(call.arguments, 200)
+    values = list(arguments.values()) if isinstance(arguments, dict) else []
+    key = "path" if isinstance(arguments, dict) and "path" in arguments else None
+    subject = arguments[key] if key else values[0] if values else "."
+    return verb, one_line(str(subject), 200)
+
+
+def describe_usage(usage: Usage) -> str:
+    """Tokens in short: "12k in (8k cached), 340 out"; "" when the server reported none."""
+
+    def short(count: int) -> str:
+        return str(count) if count < 1000 else f"{count / 1000:.1f}k" if count < 10_000 else f"{count // 1000}k"
+
+    if not usage.input:
+        return ""
+    cached = f" ({short(usage.cached)} cached)" if usage.cached else ""
+    return f"{short(usage.input)} in{cached}, {short(usage.output)} out"
+
+
+def diff_lines(text: str, path: str, painter: Painter) -> list[Line]:
+    """A unified diff in colours: what goes in one, what comes in those of its language."""
+    from rich.text import Text
+
+    lines = clean(text).split("\n")
+    language = Path(path).suffix.lstrip(".") or "text"
+    coded = highlight("\n".join(line[1:] if line[:1] in "+- " else "" for line in lines), language)
+    shown: list[Line] = []
+    for line, code in zip(lines, coded, strict=False):
+        if line.startswith("@"):
+            text_line = Text("    " + line, "dim")
+        elif line.startswith("-"):
+            text_line = Text("  - " + line[1:], "red")
+        elif line.startswith("+"):
+            text_line = Text("  + ", "bold green") + code
+        else:
+            text_line = Text("    " + line[1:], "dim")
+        shown += painter.lines(text_line)
+    return shown
+
+
+@dataclass
+class Foldout:
+    """Something that was shown in part, and can be shown whole."""
+
+    title: str
+    text: str
+    path: str | None = None
+    """The file that a diff changes; None for other text."""
 
 
 class TerminalRenderer:
-    """Shows a turn on a terminal: markdown, a line or two for each tool call, a diff for each write."""
+    """Shows a turn on a terminal. What is final goes to `write` once; `tail` previews what still changes."""
 
-    def __init__(self, console: Console) -> None:
-        self.console = console
-        self._text = ""  # streamed, but not printed yet
-        self._thinking = False
+    def __init__(self, painter: Painter, write: Callable[[str], None]) -> None:
+        self.painter = painter
+        self.activity = ""
+        """What the turn does now, in a word or two."""
+        self.version = 0
+        """Changes whenever `tail` may have changed."""
+        self.last_event = time.monotonic()
+        self.folded: list[Foldout] = []
+        self._write = write
+        self._answer = MarkdownStream(painter)
+        self._streamed = 0  # characters of the answer that is being streamed
+        self._thoughts: list[str] = []
+        self._thinking_since = 0.0
+        self._call: ToolCall | None = None
+        self._output = ""
+        self._last_kind = "note"  # what was printed last: different things are parted by a blank line
+        self._preview: tuple[tuple[int, int, int], list[Line]] = ((-1, 0, 0), [])
 
     def __call__(self, event: Event) -> None:
-        """Show one event."""
+        """Take one event."""
+        self.version += 1
+        self.last_event = time.monotonic()
         match event:
             case TextDelta(text):
-                self._text += text
-                self._print_whole_blocks()
-            case ThinkingDelta() if not self._thinking:
-                self._thinking = True
-                self.line("thinking ...", "dim")
-            case Retry(attempt, delay_s, reason):
-                self._text = ""
-                self.line(f"{reason}: trying again in {delay_s:.0f} s (attempt {attempt})", "yellow")
-            case Adapted(what):
-                self.line(what, "dim")
-            case MessageAdded(message) if message["role"] == "assistant":
-                self.flush()
-            case MessageAdded(message) if message_text(message).startswith(FEEDBACK):
-                self.line(one_line(message_text(message), 300), "dim")
+                self._fold_thoughts()
+                self.activity = "writing"
+                self._streamed += len(text)
+                self._answer.feed(text)
+            case ThinkingDelta(text):
+                self._think(text)
+            case MessageAdded(message):
+                self._message(message)
             case ToolStart(call):
-                self.line(f"> {describe_call(call)}", "cyan")
+                self._call, self._output = call, ""
+                self.activity = " ".join(describe_call(call))
+            case ToolOutput(_, text):
+                self._output = (self._output + text)[-KEPT_OUTPUT:]
             case ToolEnd(call, result):
-                self._show_result(call, result)
+                self._call, self.activity = None, "waiting for the model"
+                self._result(call, result)
+            case Retry(attempt, delay_s, reason):
+                self._reset()
+                self.activity = "waiting to try again"
+                self.note(f"{reason}: trying again in {delay_s:.0f} s (attempt {attempt})", "notice")
+            case Adapted(what):
+                self.note(what, "dim")
             case Compacted(_, _, before, after):
-                self.line(f"compacted: about {before} tokens before, {after} now", "dim")
+                self.note(f"compacted: about {before} tokens before, {after} now", "dim")
             case Notice(text):
-                self.line(text, "yellow")
+                self.note(text, "notice")
             case TurnEnd():
                 self.flush()
                 self._end(event)
 
-    def line(self, text: str, style: str) -> None:
-        """Print foreign or own text in one style; no markup in it is obeyed."""
-        from rich.text import Text
+    def begin(self) -> None:
+        """A turn is about to start."""
+        self.activity, self.last_event = "waiting for the model", time.monotonic()
 
-        self.console.print(Text(clean(text), style=style))
+    def poll(self) -> bool:
+        """Print the finished blocks of the answer. Returns whether there were any."""
+        lines = self._answer.poll()
+        if lines:
+            self._print("answer", self.painter.ansi(lines))
+        return bool(lines)
 
     def flush(self) -> None:
-        """Print what was streamed and not printed."""
-        text, self._text, self._thinking = self._text, "", False
-        if text.strip():
-            self._markdown(text)
+        """Print all of the answer and fold the thoughts: no more of them comes."""
+        self._fold_thoughts()
+        lines = self._answer.poll(final=True)
+        if lines:
+            self._print("answer", self.painter.ansi(lines))
+        if self._streamed:
+            self._last_kind = "end of answer"
+        self._reset()
 
-    def _print_whole_blocks(self) -> None:
-        """Print the blocks of the answer that are finished: up to the last blank line outside a code block."""
-        end = self._text.rfind("\n\n")
-        if end < 0 or self._text.count("```", 0, end) % 2:
+    def tail(self, rows: int) -> list[Line]:
+        """At most so many lines that preview what is not printed yet; the same list until something changed."""
+        key = (self.version, self.painter.width, rows)
+        if self._preview[0] != key:
+            self._preview = (key, self._tail(rows))
+        return self._preview[1]
+
+    def note(self, text: str, style: str = "dim") -> None:
+        """Print a line of our own, or foreign text, in one style."""
+        self._print("note", self.painter.styled(text, style))
+
+    def prompt(self, text: str) -> None:
+        """Print what the user said."""
+        lines = text.strip().split("\n")
+        if len(lines) > FOLDED_PROMPT:
+            self._fold("prompt", text)
+            more = f"… {len(lines) - FOLDED_PROMPT} more lines (/show)"
+            text = "\n".join([*lines[:FOLDED_PROMPT], more])
+        self._last_kind = "other"
+        self._print("prompt", self.painter.styled(text, "prompt", first="› "))
+
+    def show(self, number: int) -> str:
+        """Print the number-th last folded thing whole. Returns what there is to say about it."""
+        if not 1 <= number <= len(self.folded):
+            return (
+                f"nothing is folded at {number}; there are {len(self.folded)}" if self.folded else "nothing is folded"
+            )
+        item = self.folded[-number]
+        self.note(item.title, "tool")
+        if item.path is None:
+            self._print("note", self.painter.styled(item.text, first="  "))
+        else:
+            self._print("note", self.painter.ansi(diff_lines(item.text, item.path, self.painter)))
+        return ""
+
+    def question(self, question: Question) -> None:
+        """Print what a question is about, whole: nothing of it is folded or hidden."""
+        self.flush()
+        self._last_kind = "other"
+        concern = f" ({question.concern})" if question.concern else ""
+        where = f" {question.subject}" if question.risk != "exec" else ""
+        self._print("question", self.painter.styled(escape(f"{question.tool}{concern}:{where}", ""), "question"))
+        detail = escape(question.detail)
+        if question.risk == "write":
+            self._print("question", self.painter.ansi(diff_lines(detail, question.subject, self.painter)))
+        else:
+            self._print("question", self.painter.styled(detail, first="  "))
+        about = {
+            "the model says: ": question.reason,
+            "the model has read in this turn: ": ", ".join(question.sources),
+            "[a]lways allows: ": question.grant,
+        }
+        for words, text in about.items():
+            if text:
+                self._print("question", self.painter.styled(words + escape(text, ""), "dim"))
+
+    def _print(self, kind: str, text: str) -> None:
+        gap = "\n" if kind != self._last_kind and self._last_kind != "start" else ""
+        self._last_kind = kind
+        self._write(gap + text)
+
+    def _reset(self) -> None:
+        """Forget what was streamed and not printed."""
+        self._answer, self._streamed, self._thoughts = MarkdownStream(self.painter), 0, []
+
+    def _message(self, message: Message) -> None:
+        text = message_text(message)
+        if message["role"] == "assistant":
+            if not self._streamed and text:
+                self._streamed = len(text)
+                self._answer.feed(text)
+            self.flush()
+        elif message["role"] == "user" and text.startswith(FEEDBACK):
+            self.note(one_line(text, 300), "dim")
+        elif message["role"] == "user":
+            self.flush()
+            self.prompt(typed_part(message))
+
+    def _think(self, text: str) -> None:
+        if not self._thoughts:
+            self._thinking_since = time.monotonic()
+        self.activity = "thinking"
+        self._thoughts.append(text)
+
+    def _fold_thoughts(self) -> None:
+        if not self._thoughts:
             return
-        block, self._text = self._text[:end], self._text[end + 2 :]
-        if block.strip():
-            self._markdown(block)
+        text, self._thoughts = "".join(self._thoughts).strip(), []
+        seconds = time.monotonic() - self._thinking_since
+        count = text.count("\n") + 1
+        self._fold("thoughts", text)
+        self.note(f"thought for {seconds:.0f} s ({count} line{'s' * (count > 1)}, /show)", "dim")
 
-    def _markdown(self, text: str) -> None:
-        from rich.markdown import Markdown
+    def _fold(self, title: str, text: str, path: str | None = None) -> None:
+        self.folded = [*self.folded[-KEPT_FOLDED + 1 :], Foldout(title, text, path)]
 
-        self.console.print(Markdown(clean(text), code_theme="ansi_dark", hyperlinks=False))
-        self.console.print()
-
-    def _show_result(self, call: ToolCall, result: ToolResult) -> None:
+    def _result(self, call: ToolCall, result: ToolResult) -> None:
+        """One line for the call, and of its result as much as is telling."""
+        verb, subject = describe_call(call)
+        *lines, last = clean(result.content).strip().split("\n")
+        if last.startswith("[") and last.endswith("]"):
+            how = f" · {last[1:-1]}"
+        else:
+            lines, how = [*lines, last], ""
+        if call.name in ("read_from_file", "list_files") and not result.is_error:
+            how, lines = f" · {len(lines)} line{'s' * (len(lines) != 1)}", []
+        if result.display and not result.is_error:
+            changes = result.display.split("\n")
+            how = f" · +{sum(line[:1] == '+' for line in changes)} -{sum(line[:1] == '-' for line in changes)}"
+        mark, style = ("✗", "error") if result.is_error else ("•", "tool")
+        self._print("tool", self.painter.styled(f"{verb} {subject}{how}", style, first=f"{mark} ", rest="    "))
         if result.display:
-            self.console.print(self._diff(result.display))
-            return
-        lines = clean(result.content).strip().splitlines() or [""]
-        style = "red" if result.is_error else "dim"
-        for line in lines[-2:]:
-            self.line(f"  {one_line(line, max(20, self.console.width - 4))}", style)
-        if len(lines) > 2:
-            self.line(f"  ({len(lines)} lines)", "dim")
+            self._print_diff(f"{verb} {subject}", subject, result.display)
+        elif call.name != "write_to_file" or result.is_error:
+            self._print_output(f"{verb} {subject}", lines, FOLDED_ERROR if result.is_error else FOLDED_OUTPUT)
 
-    def _diff(self, text: str) -> RenderableType:
-        from rich.text import Text
+    def _print_diff(self, title: str, path: str, text: str) -> None:
+        lines = text.split("\n")
+        self._print("tool", self.painter.ansi(diff_lines("\n".join(lines[:FOLDED_DIFF]), path, self.painter)))
+        if len(lines) > FOLDED_DIFF:
+            self._fold(title, text, path)
+            self._print("tool", self.painter.styled(f"    … {len(lines) - FOLDED_DIFF} more lines (/show)", "dim"))
 
-        lines = clean(text).splitlines()
-        shown = Text()
-        for line in lines[:FOLD_LINES]:
-            style = {"+": "green", "-": "red", "@": "cyan"}.get(line[:1], "dim")
-            shown.append(f"  {line}\n", style)
-        if len(lines) > FOLD_LINES:
-            shown.append(f"  ({len(lines) - FOLD_LINES} more lines)\n", "dim")
-        shown.rstrip()
-        return shown
+    def _print_output(self, title: str, lines: list[str], room: int) -> None:
+        """The end of an output, and how much of it is not shown."""
+        lines = [line for line in lines if line.strip()]
+        cropped = [crop(line, max(8, self.painter.width - 4)) for line in lines[-room:]]
+        if len(lines) > room or any(line.endswith("…") for line in cropped):
+            self._fold(title, "\n".join(lines))
+        if len(lines) > room:
+            cropped.insert(0, f"… {len(lines) - room} more lines (/show)")
+        if cropped:
+            self._print("tool", self.painter.styled("\n".join(cropped), "dim", first="    "))
 
     def _end(self, event: TurnEnd) -> None:
+        self.activity = ""
         if event.error:
-            self.line(f"error: {event.error}", "red")
+            self.note(f"error: {event.error}", "error")
         elif event.reason == "interrupted":
-            self.line("interrupted", "yellow")
+            self.note("interrupted", "notice")
         elif event.reason == "limit":
-            self.line(f'stopped after {event.steps} steps; say "go on" to continue', "yellow")
-        used = f"{event.usage.input} tokens in, {event.usage.output} out, " if event.usage.input else ""
-        self.line(f"[{used}{event.steps} steps, {event.elapsed_s:.0f} s]", "dim")
+            self.note(f'stopped after {event.steps} steps; say "go on" to continue', "notice")
+        steps = f"{event.steps} step{'s' * (event.steps != 1)}"
+        self.note(" · ".join(filter(None, [describe_usage(event.usage), steps, f"{event.elapsed_s:.0f} s"])), "dim")
+
+    def _tail(self, rows: int) -> list[Line]:
+        """The preview, with the blank line that will part it from what was printed last."""
+        kind, lines = "answer", list[Line]()
+        if rows < 2:
+            return lines
+        if self._call:
+            from rich.segment import Segment
+
+            title = crop("• " + " ".join(describe_call(self._call)), max(8, self.painter.width))
+            kind, lines = "tool", [[Segment(title)], *self._faint(self._output, "    ", rows - 2)]
+        elif self._thoughts:
+            kind, lines = "note", self._faint("".join(self._thoughts[-400:]), "", rows - 1)
+        else:
+            lines = self._answer.tail(rows - 1)
+        return [[], *lines] if lines and kind != self._last_kind else lines
+
+    def _faint(self, text: str, indent: str, rows: int) -> list[Line]:
+        """The end of a text in dim lines."""
+        from rich.segment import Segment
+        from rich.style import Style
+
+        width = max(8, self.painter.width - len(indent))
+        lines = clean(text).rstrip("\n").split("\n")[-rows:] if text.strip() and rows > 0 else []
+        wrapped = [part for line in lines for part in wrap(line[-width * rows :], width)]
+        return [[Segment(indent + line, Style(dim=True))] for line in wrapped[-rows:]]
 
 
 class JsonRenderer:
@@ -5899,7 +6702,7 @@ class PlainRenderer:
             case Adapted(what) | Notice(what):
                 self._say(what)
             case ToolStart(call):
-                self._say(f"> {describe_call(call)}")
+                self._say(f"> {one_line(call.name)} {describe_call(call)[1]}")
             case ToolEnd(_, result):
                 lines = clean(result.content).strip().splitlines() or [""]
                 self._say(f"  {one_line(lines[-1])}")
@@ -5929,6 +6732,7 @@ class Runtime:
         self.session = session
         self.approvals = approvals
         self.sinks: list[Sink] = []
+        self.renderer: TerminalRenderer | None = None
         self.leaving = False
         self.busy = False  # a turn is running
         self.undo = Undo(session, snapshot_store(config, session.id))
@@ -6220,6 +7024,14 @@ async def diff_command(runtime: Runtime, rest: str) -> str:
 
 
 @command
+async def show_command(runtime: Runtime, rest: str) -> str:
+    """Show the last thing that was shortened whole: /show; the one before it: /show 2."""
+    if runtime.renderer is None:
+        return "nothing is shortened here"
+    return runtime.renderer.show(int(rest) if rest.isdecimal() else 1)
+
+
+@command
 async def exit_command(runtime: Runtime, rest: str) -> str:
     """Leave; the session can be continued later."""
     runtime.leaving = True
@@ -6227,6 +7039,7 @@ async def exit_command(runtime: Runtime, rest: str) -> str:
 
 
 COMMANDS["/quit"] = exit_command
+AT_ONCE = ("/help", "/show", "/exit", "/quit")  # may run while the agent works; the others wait for the turn's end
 
 
 async def run_slash_command(runtime: Runtime, line: str) -> str:
@@ -6241,10 +7054,425 @@ async def run_slash_command(runtime: Runtime, line: str) -> str:
     return await function(runtime, rest.strip())
 
 
+# --- Terminal -------------------------------------------------------------------------------------
+# The bottom of the terminal is one prompt_toolkit application that lives as long as the REPL; finished text is
+# printed above it, once, into the terminal's own scrollback. Nothing is ever torn down to print, so no key is lost.
+# Covered: one write() a frame, nothing written while nothing changes, re-wrapped rows after a resize.
+# Not covered: terminals other than those with the VT100 sequences; rows that a terminal re-wraps while a frame is
+# under way can stay behind once.
+
+FRAMES_PER_S = 15
+SETTLE_S = 0.4  # after a resize the preview stays away for so long: a window that is dragged changes all the time
+FRESH_FRAME_S = 0.3  # a frame younger than this may have been drawn at the old size or the new one
+RESTORE_TERMINAL = "\x1b[?2026l\x1b[?2004l\x1b[?7h\x1b[?25h\x1b[0m"
+
+
+class AtomicOutput:
+    """Makes each frame of a prompt_toolkit output one write(), and a frame that changes nothing no write at all.
+
+    Patches the instance: a subclass would need prompt_toolkit when this module is imported. No cursor position is
+    ever asked of the terminal (`enable_cpr`): late answers would be read as keys.
+    """
+
+    _UNCHANGED = re.compile(r"\x1b\[(?:\?25[lh]|\?7[lh]|0m|\?12l)")
+
+    def __init__(self, output: Vt100_Output) -> None:
+        self.output = output
+        self._flush = output.flush
+        self._erase_down = output.erase_down
+        self._held = 0
+        self._by_rows = False
+        output.enable_cpr = False
+        output.flush = self.flush  # type: ignore[method-assign]
+        output.erase_down = self.erase_down  # type: ignore[method-assign]
+
+    def flush(self) -> None:
+        """Write what has been collected, in the marks of a synchronized update; not while it is held."""
+        if self._held or not self.output._buffer:
+            return
+        data = "".join(self.output._buffer)
+        self.output._buffer.clear()
+        if self._UNCHANGED.sub("", data):
+            self.output._buffer.append(f"\x1b[?2026h{data}\x1b[?2026l")
+            self._flush()
+
+    def erase_down(self) -> None:
+        """Erase from the cursor down, row by row if asked: tmux archives the screen when it is erased from its top."""
+        if self._by_rows:
+            self.output.write_raw("\x1b7\x1b[K" + "\x1b[B\x1b[2K" * (self.output.get_size().rows - 1) + "\x1b8")
+        else:
+            self._erase_down()
+
+    @contextlib.contextmanager
+    def hold(self, by_rows: bool = False) -> Iterator[None]:
+        """Collect all that is written inside and write it at the end, at once."""
+        self._held += 1
+        before, self._by_rows = self._by_rows, self._by_rows or by_rows
+        try:
+            yield
+        finally:
+            self._by_rows = before
+            self._held -= 1
+            self.flush()
+
+
+class StrayOutput(io.TextIOBase):
+    """Stands in for sys.stdout and sys.stderr: what a library prints becomes lines above the prompt."""
+
+    def __init__(self, commit: Callable[[str], object]) -> None:
+        self._commit = commit
+        self._rest = ""
+
+    def write(self, text: str) -> int:
+        """Take text; whole lines are passed on."""
+        *lines, self._rest = (self._rest + text).split("\n")
+        for line in lines:
+            self._commit(clean(line) + "\n")
+        return len(text)
+
+
+class Screen:
+    """The live region at the bottom and the way to print above it. All of it runs on the event loop's thread.
+
+    `frame()` is called up to FRAMES_PER_S times a second while `busy()`, and once after `touch()`: it prints what is
+    due and returns a value that differs when the live region has to be drawn again.
+    """
+
+    def __init__(self, app: Application[int], frame: Callable[[], object], busy: Callable[[], bool]) -> None:
+        self.app = app
+        self.atomic = AtomicOutput(cast("Vt100_Output", app.output))
+        self._frame = frame
+        self._busy = busy
+        self._due = asyncio.Event()
+        self._backlog: list[str] = []  # printed while an editor has the terminal
+        self._drawn_at = self._resized_at = 0.0
+        self._frame_hold = contextlib.ExitStack()
+        app._on_resize = self._on_resize  # type: ignore[method-assign]
+        app.before_render += self._before_render
+        app.after_render += self._after_render
+
+    @property
+    def rows(self) -> int:
+        """Rows of the terminal; asked of the output, since the environment can be stale."""
+        return self.app.output.get_size().rows
+
+    @property
+    def columns(self) -> int:
+        """Columns of the terminal."""
+        return self.app.output.get_size().columns
+
+    @property
+    def settling(self) -> bool:
+        """Whether the size has changed a moment ago."""
+        return time.monotonic() - self._resized_at < SETTLE_S
+
+    def touch(self) -> None:
+        """Have `frame` called soon."""
+        self._due.set()
+
+    def commit(self, text: str) -> None:
+        """Print finished lines, each ended and narrower than the terminal, above the live region: one write()."""
+        if self.app._running_in_terminal:
+            self._backlog.append(text)
+            return
+        text, self._backlog = "".join([*self._backlog, text]), []
+        if not text:
+            return
+        if not self.app.is_running:
+            self.app.output.write_raw(text.replace("\n", "\r\n"))
+            self.app.output.flush()
+            return
+        self._check_size()
+        with self.atomic.hold():
+            self._to_origin()
+            # each row is cleared before its text: after it, the last cell of a full row would go
+            lines = text.removesuffix("\n").split("\n")
+            self.app.output.write_raw("".join(f"\x1b[K{line}\r\n" for line in lines))
+            self.app.renderer.reset(leave_alternate_screen=False)
+            self.app._redraw()
+        self._drawn_at = time.monotonic()
+
+    def redraw(self) -> None:
+        """Draw the live region anew, whatever became of it."""
+        with self.atomic.hold(by_rows=True):
+            self.app.renderer.erase(leave_alternate_screen=False)
+            self.app._redraw()
+
+    async def run(self) -> int:
+        """Show the live region until the application exits; returns its result."""
+        ticking = asyncio.ensure_future(self._tick())
+        ticking.add_done_callback(self._on_tick_end)
+        try:
+            return await self.app.run_async(set_exception_handler=False)
+        finally:
+            ticking.cancel()
+            self._frame_hold.close()
+            self.commit("")
+
+    def _to_origin(self) -> None:
+        """Move to the live region's first cell."""
+        output, position = self.app.output, self.app.renderer._cursor_pos
+        output.cursor_backward(position.x)
+        output.cursor_up(position.y)
+        output.reset_attributes()
+        output.enable_autowrap()
+
+    async def _tick(self) -> None:
+        """The only clock. A frame that is dear makes the next one come later."""
+        shown: object = None
+        while True:
+            await self._due.wait()
+            await asyncio.sleep(1 / FRAMES_PER_S)
+            if self.settling or self.app._running_in_terminal:
+                continue
+            if not self._busy():
+                self._due.clear()
+            started = time.perf_counter()
+            self.commit("")
+            state = self._frame()
+            if state != shown:
+                self._check_size()
+                self.app._redraw()
+                self._drawn_at, shown = time.monotonic(), state
+            cost_s = time.perf_counter() - started
+            if cost_s > 0.02:
+                await asyncio.sleep(min(0.5, cost_s * 4))
+
+    def _on_tick_end(self, ticking: asyncio.Future[None]) -> None:
+        """A defect in a frame ends the application with its traceback."""
+        if not ticking.cancelled() and ticking.exception() and self.app.is_running:
+            self.app.exit(exception=cast(BaseException, ticking.exception()))
+
+    def _before_render(self, app: Application[int]) -> None:
+        """Begin a frame: one write, and the region shrinks when its content did (prompt_toolkit only lets it grow)."""
+        self._frame_hold.enter_context(self.atomic.hold(by_rows=True))
+        size, screen = app.output.get_size(), app.renderer._last_screen
+        if screen and app.layout.container.preferred_height(size.columns, size.rows).preferred < screen.height:
+            app.renderer.erase(leave_alternate_screen=False)
+
+    def _after_render(self, app: Application[int]) -> None:
+        self._frame_hold.close()
+
+    def _check_size(self) -> None:
+        """Notice a resize whose signal is still under way."""
+        last = self.app.renderer._last_size
+        if last and last != self.app.output.get_size():
+            self._on_resize()
+
+    def _on_resize(self) -> None:
+        """Draw at the new size, over what the terminal made of the old rows."""
+        renderer = self.app.renderer
+        rewrapped = self._rewrapped_rows()
+        self._resized_at = time.monotonic()
+        with self.atomic.hold(by_rows=True):
+            renderer._cursor_pos = renderer._cursor_pos._replace(y=renderer._cursor_pos.y + rewrapped)
+            renderer.erase(leave_alternate_screen=False)
+            self.app._redraw()
+        self.touch()
+
+    def _rewrapped_rows(self) -> int:
+        """How many rows the terminal added above the cursor when it wrapped the live region to a narrower width.
+
+        0 when it is not certain that the last frame was drawn at the old width: a live row that stays behind is
+        better than a line of the transcript that is erased.
+        """
+        renderer, columns = self.app.renderer, self.columns
+        screen, last = renderer._last_screen, renderer._last_size
+        if not screen or not last or columns >= last.columns or time.monotonic() - self._drawn_at < FRESH_FRAME_S:
+            return 0
+        rows = renderer._cursor_pos.x // columns
+        for y in range(min(renderer._cursor_pos.y, screen.height)):
+            width = max((x + 1 for x, cell in screen.data_buffer[y].items() if cell.char != " "), default=1)
+            rows += (width - 1) // columns
+        return rows
+
+
+ANSI_NAMES = (
+    "ansiblack", "ansired", "ansigreen", "ansiyellow", "ansiblue", "ansimagenta", "ansicyan", "ansigray",
+    "ansibrightblack", "ansibrightred", "ansibrightgreen", "ansibrightyellow", "ansibrightblue", "ansibrightmagenta",
+    "ansibrightcyan", "ansiwhite",
+)  # fmt: skip
+
+
+@functools.cache
+def fragment_style(style: Style | None) -> str:
+    """A style of rich in the words of prompt_toolkit."""
+    if style is None:
+        return ""
+    words = [name for name in ("bold", "italic", "underline", "strike", "dim", "reverse") if getattr(style, name)]
+    if style.color and style.color.number is not None and style.color.number < 16:
+        words.append(ANSI_NAMES[style.color.number])
+    return " ".join(words)
+
+
+class FileNames:
+    """The files below a directory, for completion: read in a thread, kept for a few seconds."""
+
+    SKIPPED = frozenset((".git", ".hg", "node_modules", ".venv", "venv", "__pycache__", ".mypy_cache", ".tox"))
+    LIMIT = 200_000
+    FRESH_S = 5.0
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._names: list[str] = []
+        self._joined = ""  # all names in lower case, one a line: a search in one string is quick
+        self._read_at = -math.inf
+
+    def matches(self, query: str, limit: int = 20) -> list[str]:
+        """The names that contain the query, else those that contain its letters in order; the best first."""
+        if time.monotonic() - self._read_at > self.FRESH_S:
+            self._names = list(self._walk())
+            self._joined = "\n".join(self._names).lower() + "\n"
+            self._read_at = time.monotonic()
+        query = query.lower()
+        letters = "[^\n]*?".join(map(re.escape, query))
+        found = self._search(re.escape(query)) or (self._search(letters) if len(query) < 20 else [])
+        found.sort(key=lambda name: (query not in name.rsplit("/", 1)[-1].lower(), name.count("/"), len(name), name))
+        return found[:limit]
+
+    def _search(self, pattern: str, limit: int = 2000) -> list[str]:
+        names: list[str] = []
+        line, position = 0, 0
+        for found in re.finditer(pattern, self._joined):
+            if found.start() < position:
+                continue  # the same name again
+            line += self._joined.count("\n", position, found.start())
+            names.append(self._names[line])
+            position = self._joined.index("\n", found.start()) + 1
+            line += 1
+            if len(names) >= limit or line >= len(self._names):
+                break
+        return names
+
+    def _walk(self) -> Iterator[str]:
+        waiting, count = [""], 0
+        while waiting:
+            folder = waiting.pop()
+            try:
+                entries = list(os.scandir(self._root / folder))
+            except OSError:
+                continue
+            for entry in entries:
+                if "\n" in entry.name or entry.name in self.SKIPPED:
+                    continue
+                if entry.is_dir(follow_symlinks=False):
+                    waiting.append(f"{folder}{entry.name}/")
+                yield folder + entry.name + "/" * entry.is_dir(follow_symlinks=False)
+                count += 1
+                if count >= self.LIMIT:
+                    return
+
+
+_MENTION = re.compile(r'(?<!\S)@(?:"([^"\n]+)"|(\S+))')
+
+
+def completer(commands: Mapping[str, Any], files: FileNames) -> Completer:
+    """Completes the name of a command at the start of the line, and @file anywhere."""
+    from prompt_toolkit.completion import Completer, Completion, ThreadedCompleter
+
+    class LineCompleter(Completer):
+        def get_completions(self, document: Document, event: CompleteEvent) -> Iterable[Completion]:
+            before = document.text_before_cursor
+            word = document.get_word_before_cursor(WORD=True)
+            if before.startswith("/") and " " not in before:
+                for name in sorted(commands):
+                    if name.startswith(before.lower()):
+                        help = (commands[name].__doc__ or "").partition("\n")[0]
+                        yield Completion(name, -len(before), display_meta=help)
+            elif word.startswith("@"):
+                for name in files.matches(word[1:].strip('"')):
+                    text = f'@"{name}"' if " " in name else f"@{name}"
+                    yield Completion(clean(text), -len(word), display=clean(name))
+
+    return ThreadedCompleter(LineCompleter())
+
+
+class Editor:
+    """The input line: its text, its history, and the long pastes that stand in it as placeholders."""
+
+    LONG_PASTE_LINES, LONG_PASTE = 8, 2_000  # above so many lines or characters a paste becomes a placeholder
+    _PLACEHOLDER = re.compile(r"\[pasted #(\d+), \d+ lines\]")
+
+    def __init__(self, history_file: Path, completer: Completer) -> None:
+        from prompt_toolkit.buffer import Buffer
+        from prompt_toolkit.filters import Condition
+        from prompt_toolkit.history import FileHistory
+
+        self.last_edit = 0.0
+        self._pastes: list[str] = []
+        self._history = FileHistory(str(history_file))
+        self.buffer = Buffer(
+            multiline=True, history=self._history, completer=completer,
+            complete_while_typing=Condition(self._completes),
+        )  # fmt: skip
+        self.buffer.on_text_changed += self._edited
+
+    @property
+    def text(self) -> str:
+        """What stands in the line."""
+        return self.buffer.text
+
+    def set(self, text: str) -> None:
+        """Replace the line's text; the cursor goes to its end."""
+        from prompt_toolkit.document import Document
+
+        self.buffer.document = Document(text)
+
+    def give_back(self, lines: Sequence[str]) -> None:
+        """Put lines that were not delivered before what stands in the line."""
+        if lines:
+            self.set("\n".join(filter(None, [*lines, self.text])))
+
+    def paste(self, text: str) -> None:
+        """Insert pasted text; a long one as a placeholder."""
+        text = text.replace("\r\n", "\n").replace("\r", "\n")
+        if text.count("\n") >= self.LONG_PASTE_LINES or len(text) > self.LONG_PASTE:
+            self._pastes.append(text)
+            text = f"[pasted #{len(self._pastes)}, {text.count(chr(10)) + 1} lines]"
+        self.buffer.insert_text(text)
+
+    def expanded(self, text: str) -> str:
+        """The text with the pastes in place of their placeholders."""
+
+        def pasted(found: re.Match[str]) -> str:
+            number = int(found[1])
+            return self._pastes[number - 1] if 0 < number <= len(self._pastes) else found[0]
+
+        return as_text(self._PLACEHOLDER.sub(pasted, text))
+
+    def take(self) -> str:
+        """Empty the line and return its text whole. It goes into the history first, so that a crash loses nothing."""
+        text = as_text(self.text)
+        self.remember(text)
+        self.buffer.reset()
+        return self.expanded(text)
+
+    def remember(self, text: str) -> None:
+        """Add a line to the history; one that cannot be written is kept for this run."""
+        if text.strip() and (self._history.get_strings() or [""])[-1] != text:
+            with contextlib.suppress(OSError):
+                self._history.append_string(text)
+
+    def _edited(self, buffer: Buffer) -> None:
+        self.last_edit = time.monotonic()
+
+    def _completes(self) -> bool:
+        word = self.buffer.document.get_word_before_cursor(WORD=True)
+        return self.text.startswith("/") or word.startswith("@")
+
+
 # --- REPL -----------------------------------------------------------------------------------------
-# The interactive front: reads a line, runs a command or a turn, shows what happens. Ctrl-C ends a turn.
+# The interactive front: lines of the user go in while the agent works, and steer it, wait or interrupt it.
+# `Conversation` works the lines off; `Repl` is it on a terminal with an application at the bottom, `PlainRepl` on
+# one that can only take lines.
 
 EXIT_WORDS = ("exit", "quit")
+LONG_TURN_S = 10  # a turn of that length makes itself known when it ends
+SPINNER, ASCII_SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏", "|/-\\"
+TAIL_ROWS, QUEUE_ROWS = 10, 3
+TYPED_AT_ONCE = 16  # more characters than that after an Enter, in one read, were pasted and not typed ahead
+QUIET_S = 8  # after so long without a sign of life the status line says so
+RAN = "I ran this command myself:\n$ {command}\n{output}"
 
 
 @contextlib.contextmanager
@@ -6265,120 +7493,755 @@ def command_to_return(config: Config) -> str:
     return f"python {shlex.quote(sys.argv[0])} --start_dir {shlex.quote(str(config.workspace))}"
 
 
-class Repl:
-    """A conversation on a terminal."""
+def greeting(runtime: Runtime) -> str:
+    """Where one is, and what one can do."""
+    state = "continuing" if runtime.session.resumed else "new"
+    model = runtime.agent.provider.model
+    where = f"{runtime.config.workspace} · {model} · {state} session {runtime.session.id}"
+    hint = "/help shows the commands, @ names a file, ! runs a command"
+    if runtime.session.resumed:
+        hint += ", --new starts afresh"
+    elif not runtime.agent.messages:
+        hint += "; Enter lets the agent look around first"
+    return f"{where}\n{hint}"
 
-    def __init__(self, runtime: Runtime, console: Console) -> None:
+
+def message_with_files(workspace: Workspace, text: str) -> Message:
+    """The user's words as a message. What @path names in the workspace is attached: a file's text, a list of names."""
+    attached = []
+    for name in dict.fromkeys(found[1] or found[2] for found in _MENTION.finditer(text)):
+        for spelling in dict.fromkeys((name, name.rstrip(".,;:!?)]}'\""))):
+            with contextlib.suppress(ToolError, OSError):
+                place = workspace.locate(spelling)
+                if place.zone != "workspace" or workspace.concern(place, writing=False):
+                    break  # the model can ask for it
+                if place.path.is_dir():
+                    content = "\n".join(sorted(entry.name + "/" * entry.is_dir() for entry in place.path.iterdir()))
+                else:
+                    content = workspace.read(place).decode("utf-8", "replace")
+                attached.append(f"{ATTACHED}{spelling}]\n{clip(clean(content), 48_000, 16_000)}")
+                break
+    return user_message(text + "".join(attached))
+
+
+class Conversation:
+    """Has the user's lines worked off one after the other: prompts, slash commands, shell commands."""
+
+    def __init__(self, runtime: Runtime, say: Callable[[str, str], None]) -> None:
         self.runtime = runtime
-        self.console = console
-        self.renderer = TerminalRenderer(console)
+        self.agent = runtime.agent
+        self.say = say
+        self.work: asyncio.Task[None] | None = None
+        self.hand_over: Callable[[Callable[[], object]], Awaitable[object]] = asyncio.to_thread
+        """Runs a function while it, and not the REPL, has the terminal."""
+        self.ready: Callable[[], Awaitable[object]] = lambda: asyncio.sleep(0)
+        """Awaited before a line is worked off."""
+        self.on_idle: Callable[[], None] = lambda: None
+        self.agent.to_message = functools.partial(message_with_files, self.agent.context.workspace)
+
+    @property
+    def working(self) -> bool:
+        """Whether a line is being worked off."""
+        return self.work is not None
+
+    def submit(self, line: str, later: bool = False) -> None:
+        """Take a line: start with it, or steer the running turn, or keep it for after the turn."""
+        name = line.split(maxsplit=1)[0].lower() if line.strip() else ""
+        if not self.working:
+            self.work = asyncio.ensure_future(self._work(line))
+        elif name in AT_ONCE or name in EXIT_WORDS:
+            asyncio.ensure_future(self._at_once(line)).add_done_callback(lambda done: done.result())
+        elif line.strip():
+            later = later or name.startswith(("/", "!"))
+            (self.agent.follow_up if later else self.agent.steer)(line)
+
+    def interrupt(self) -> None:
+        """End what is being done."""
+        self.agent.interrupt.set()
+
+    async def handle(self, line: str) -> TurnEnd | None:
+        """Work off one line; returns the end of the turn that it led to. An empty one only means something at first."""
+        runtime, text = self.runtime, line.strip()
+        if text.lower() in EXIT_WORDS:
+            runtime.leaving = True
+        elif text.startswith("/"):
+            output = await run_slash_command(runtime, text)
+            if output:
+                self.say(output, "")
+        elif text.startswith("!"):
+            await self._run_for_user(text)
+        elif text or not self.agent.messages:
+            return await runtime.send(text or FIRST_PROMPT)
+        return None
+
+    async def _at_once(self, line: str) -> None:
+        """A line that need not wait for the turn. Leaving ends the turn first."""
+        await self.handle(line)
+        if self.runtime.leaving:
+            self.interrupt()
+
+    async def _work(self, line: str | None) -> None:
+        """Work off a line, then those that were queued meanwhile, as long as turns end well."""
+        try:
+            await self.ready()
+            while line is not None and not self.runtime.leaving:
+                end = await self.handle(line)
+                line = self.agent.next_follow_up() if end is None or end.reason in ("done", "needs_input") else None
+        except (AgentError, Interrupted) as exc:
+            self.say(str(exc) or "interrupted", "error")
+        except Exception:  # a defect of ours must not cost the user the session: it is shown, and the REPL goes on
+            import traceback
+
+            self.say(traceback.format_exc(), "error")
+        finally:
+            self.work = None
+            self.on_idle()
+
+    async def _run_for_user(self, text: str) -> None:
+        """`!command` runs with its output shown and put into the context, `!!command` has the terminal to itself."""
+        command, config = text.lstrip("!").strip(), self.runtime.config
+        argv = [shutil.which("bash") or "/bin/sh", "-c", command]
+        if not command:
+            self.say("!command runs a command and tells the model, !!command only runs it", "dim")
+        elif text.startswith("!!"):
+            import subprocess
+
+            await self.hand_over(lambda: subprocess.call(argv, cwd=config.workspace, env=config.user_environment))
+        else:
+            self.agent.interrupt.clear()
+            job = self.agent.context.jobs.start(command, lambda text: None, network=True, unsandboxed=True)
+            await job.run(MAX_TIMEOUT_S, self.agent.interrupt)
+            output = f"{clean(job.output.text()).rstrip()}\n[{job.how}]".lstrip()
+            self.say(output, "dim")
+            self.runtime.emit(self.agent.add_context(RAN.format(command=command, output=clip(output))))
+
+
+class Asking:
+    """A question that one key answers. What was typed ahead never does.
+
+    A key counts only when the input line is empty, nothing was typed for GUARD_S, the question has stood for as
+    long, and no other key follows within ALONE_S: else it is text. Enter never says yes.
+    """
+
+    GUARD_S, ALONE_S, BURST_S = 0.5, 0.25, 0.02
+
+    def __init__(self, editor: Editor, question: Question) -> None:
+        self.choices = "yn" + "a" * bool(question.grant) + "r" + "e" * question.can_edit
+        """The keys that answer."""
+        self.answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self.writing = ""
+        """The key that asked for a line: r for a reason, e for another command."""
+        self._editor = editor
+        self._command = question.detail
+        self._since = time.monotonic()
+        self._draft = ""
+        self._pressed = ("", 0.0)
+
+    @property
+    def armed(self) -> bool:
+        """Whether a key would be an answer now."""
+        quiet_since = max(self._since, self._editor.last_edit)
+        return not self.writing and not self._editor.text and time.monotonic() - quiet_since > self.GUARD_S
+
+    def press(self, key: str) -> None:
+        """A key that answers, if it stays alone."""
+        self._editor.buffer.insert_text(key)
+        self._pressed = (key, time.monotonic())
+        asyncio.get_running_loop().call_later(self.ALONE_S, self._settle)
+
+    def enter(self) -> bool:
+        """Enter was pressed. Returns whether it belongs to the question."""
+        key, pressed_at = self._pressed
+        if self.writing:
+            text = self._editor.take().strip()
+            self._give(Answer("no" if self.writing == "r" else "edit", text))
+            return True
+        if key and self._editor.text == key:
+            if time.monotonic() - pressed_at < self.BURST_S:
+                self._pressed = ("", 0.0)  # no person types so fast: the key was pasted, it is text
+            return True
+        return False
+
+    def put_draft_away(self) -> None:
+        """Empty the input line, so that keys answer; the draft comes back after the answer."""
+        self._draft = self._editor.text
+        self._editor.set("")
+
+    def refuse(self) -> None:
+        """No; or back to the question when a line is being written."""
+        if self.writing:
+            self.writing = ""
+            self._editor.set("")
+        else:
+            self._give(Answer("no"))
+
+    def close(self) -> None:
+        """The question is over: the draft comes back."""
+        if self.writing:
+            self._editor.set("")
+        self._editor.give_back([self._draft] if self._draft else [])
+
+    def _give(self, answer: Answer) -> None:
+        if not self.answer.done():
+            self.answer.set_result(answer)
+
+    def _settle(self) -> None:
+        key, _ = self._pressed
+        self._pressed = ("", 0.0)
+        if not key or self.answer.done() or self._editor.text != key:
+            return
+        self._editor.set(self._command if key == "e" else "")
+        if key in "re":
+            self.writing = key
+        else:
+            self._give(Answer("yes" if key == "y" else "always" if key == "a" else "no"))
+
+
+class Toolbar:
+    """The one line at the very bottom."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self.note = ""
+        """Shown instead of all the rest."""
+        self._runtime = runtime
+        self._usage = Usage()
+        self._context = 0
+        self._plan = ((0, 0), "")
+
+    def __call__(self, event: Event) -> None:
+        """Take an event: only what it changes is counted anew."""
+        match event:
+            case MessageAdded(message) if message["role"] != "user":
+                self._context = estimate_tokens(self._runtime.agent.view())
+            case Compacted(_, _, _, after):
+                self._context = after
+            case SessionStart():
+                self._usage, self._context = Usage(), estimate_tokens(self._runtime.agent.view())
+            case TurnEnd():
+                self._usage += event.usage
+
+    def text(self, columns: int, working: bool) -> str:
+        """As many of its parts as fit, the important ones first."""
+        if self.note:
+            return crop(self.note, columns)
+        line = ""
+        for part in filter(None, self._parts(self._usage + (self._runtime.agent.usage if working else Usage()))):
+            longer = f"{line} · {part}" if line else part
+            if len(longer) > columns:
+                break
+            line = longer
+        return line
+
+    def _parts(self, usage: Usage) -> Iterator[str]:
+        agent, config = self._runtime.agent, self._runtime.config
+        yield one_line(agent.provider.model.rsplit("/", 1)[-1], 24)
+        mode = self._runtime.approvals.mode
+        yield {"plan": "only plans", "all": "asks nothing"}.get(mode, "")
+        yield "sandboxed" + (", network on" if config.network else "") if agent.context.sandbox else "NOT sandboxed"
+        if config.context_window:
+            yield f"context {100 * self._context // config.context_window} %"
+        elif self._context > 1000:
+            yield f"context {self._context // 1000}k"
+        yield self._plan_progress(config.workspace / "plan.txt")
+        yield describe_usage(usage)
+        if config.price_per_token:
+            paid, cached, output = config.price_per_token
+            yield f"${(usage.input - usage.cached) * paid + usage.cached * cached + usage.output * output:.2f}"
+        yield one_line(str(config.workspace), 60)
+
+    def _plan_progress(self, path: Path) -> str:
+        """How many boxes of the plan are ticked; "" without a plan."""
+        try:
+            status = path.stat()
+            stamp = (status.st_mtime_ns, status.st_size)
+            if stamp != self._plan[0]:
+                boxes = re.findall(r"^\s*(?:[-*+]|\d+[.)])?\s*\[([ xX])\]", path.read_text("utf-8", "replace"), re.M)
+                done = sum(box != " " for box in boxes)
+                self._plan = (stamp, f"plan {done}/{len(boxes)}" if boxes else "")
+        except OSError:
+            return ""
+        return self._plan[1]
+
+
+def warm_up() -> None:
+    """Import what the first turn needs; run in a thread while the user reads the first screen."""
+    import openai.resources.chat  # noqa: F401
+
+    _markdown_type()
+    _markdown_parser()
+    highlight("pass", "python")
+
+
+@contextlib.contextmanager
+def _terminal_kept(output: TextIO) -> Iterator[None]:
+    """Whatever happens inside, the terminal is as usable afterwards as it was."""
+    import termios
+
+    if not sys.stdin.isatty():  # a test's: there is nothing to keep
+        yield
+        return
+    descriptor = sys.stdin.fileno()
+    before = termios.tcgetattr(descriptor)
+    try:
+        output.write("\x1b[>4;1m")  # Shift-Enter is a key of its own, where the terminal can tell
+        output.flush()
+        yield
+    finally:
+        with contextlib.suppress(OSError, ValueError, termios.error):  # the terminal may be gone
+            termios.tcsetattr(descriptor, termios.TCSANOW, before)
+            output.write("\x1b[>4;0m" + RESTORE_TERMINAL)
+            output.flush()
+
+
+class Repl:
+    """A conversation on a terminal, with an application at the bottom that is always there."""
+
+    def __init__(self, runtime: Runtime, terminal_input: Input | None = None, output: Output | None = None) -> None:
+        from prompt_toolkit.input.defaults import create_input
+        from prompt_toolkit.output.vt100 import Vt100_Output
+
+        config = runtime.config
+        encoding = (getattr(sys.stdout, "encoding", None) or "ascii").lower()
+        ascii_only = not encoding.replace("-", "").startswith("utf8") and output is None
+        self.runtime = runtime
+        self.asking: Asking | None = None
+        self.painter = Painter(80, config.colour, ascii_only)
+        self.renderer = TerminalRenderer(self.painter, lambda text: self.screen.commit(text))
+        self.conversation = Conversation(runtime, self.renderer.note)
+        self.toolbar = Toolbar(runtime)
+        history = config.state_dir / "history"
+        history.touch(mode=0o600)
+        self.editor = Editor(history, completer(COMMANDS, FileNames(config.workspace)))
+        output = output or Vt100_Output.from_pty(sys.stdout, term=config.term)
+        self.screen = Screen(self._application(terminal_input or create_input(), output), self._frame, self._is_busy)
+        self._status = 0
+        self._started_at = 0.0
+        self._ctrl_c_at = self._ctrl_d_at = -math.inf
+        self._warm = threading.Thread(target=warm_up, daemon=True)
 
     async def run(self, notes: Sequence[str]) -> int:
-        """Read and answer until the user leaves; returns the exit status."""
-        from prompt_toolkit.patch_stdout import patch_stdout
-
-        runtime = self.runtime
-        runtime.sinks.append(self.renderer)
+        """Converse until the user leaves; returns the exit status."""
+        runtime, screen = self.runtime, self.screen
+        runtime.sinks += [self.renderer, self.toolbar, self._on_event]
+        runtime.renderer = self.renderer
         runtime.approvals.ask = self._ask
-        prompts = self._prompt_session()
+        self.conversation.ready = lambda: asyncio.to_thread(self._warm.join)
+        self.conversation.on_idle = self._on_idle
+        self.conversation.hand_over = lambda function: run_in_terminal(function, in_executor=True)
+        self._fit_painter()
+        from prompt_toolkit.application import run_in_terminal
+
         for note in notes:
-            self.renderer.line(note, "yellow")
-        fresh = not runtime.agent.messages
-        self.renderer.line(self._greeting(), "dim")
+            self.renderer.note(note, "notice")
+        self.renderer.note(greeting(runtime), "dim")
+        if runtime.session.resumed:
+            self.renderer.note(last_exchange(runtime.agent.messages), "dim")
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            loop.add_signal_handler(number, self._leave, 128 + number)
+        stray = StrayOutput(lambda text: loop.call_soon_threadsafe(screen.commit, text))
+        terminal = sys.stdout
+        try:
+            with _terminal_kept(terminal), contextlib.redirect_stdout(stray), contextlib.redirect_stderr(stray):
+                screen.app.after_render += self._after_first_frame
+                self._status = await screen.run() or self._status
+        except EOFError:  # the terminal is gone
+            self._status = 128 + signal.SIGHUP
+        finally:
+            for number in (signal.SIGTERM, signal.SIGHUP):
+                loop.remove_signal_handler(number)
+            await self._finish_work()
+        with contextlib.suppress(OSError):
+            print(f"Continue with: {command_to_return(runtime.config)}")
+        return self._status
+
+    # what is shown
+
+    def _application(self, terminal_input: Input, output: Output) -> Application[int]:
+        from prompt_toolkit.application import Application
+        from prompt_toolkit.enums import EditingMode
+        from prompt_toolkit.layout import Layout
+        from prompt_toolkit.output import ColorDepth
+        from prompt_toolkit.styles import Style
+
+        config = self.runtime.config
+        reader = getattr(terminal_input, "stdin_reader", None)
+        if reader is not None:  # in small pieces a large paste costs quadratic time
+            reader.read = functools.partial(reader.read, 1 << 16)
+        body, focus = self._layout()
+        app: Application[int] = Application(
+            layout=Layout(body, focus), key_bindings=self._keys(), input=terminal_input, output=output,
+            style=Style.from_dict({
+                "prompt": "ansicyan bold", "faint": "ansidefault dim", "question": "ansimagenta bold",
+                "completion-menu": "noinherit", "completion-menu.completion.current": "reverse",
+                "completion-menu.meta.completion": "dim", "completion-menu.meta.completion.current": "reverse",
+            }),
+            color_depth=ColorDepth.DEPTH_4_BIT if config.colour else ColorDepth.DEPTH_1_BIT,
+            editing_mode=EditingMode.VI if config.editing == "vi" else EditingMode.EMACS,
+            full_screen=False, erase_when_done=True, enable_page_navigation_bindings=False,
+            terminal_size_polling_interval=None,
+        )  # fmt: skip
+        app.ttimeoutlen = 0.05
+        app.key_processor.after_key_press += self._set_key_timeout
+        return app
+
+    def _layout(self) -> tuple[HSplit, Window]:
+        """The live region from top to bottom, and the window that has the cursor."""
+        from prompt_toolkit.filters import Condition, has_completions
+        from prompt_toolkit.layout import ConditionalContainer, Dimension, FormattedTextControl, HSplit, Window
+        from prompt_toolkit.layout.controls import BufferControl
+        from prompt_toolkit.layout.menus import CompletionsMenu
+        from prompt_toolkit.layout.processors import HighlightIncrementalSearchProcessor
+        from prompt_toolkit.widgets import SearchToolbar
+
+        def block(fragments: Callable[[], StyleAndTextTuples]) -> ConditionalContainer:
+            window = Window(FormattedTextControl(fragments), dont_extend_height=True, wrap_lines=False)
+            return ConditionalContainer(window, Condition(lambda: bool(fragments())))
+
+        def prefix(line: int, wrapped: int) -> StyleAndTextTuples:
+            return [("class:prompt", self.painter.glyphs("› ") if line == wrapped == 0 else "  ")]
+
+        search = SearchToolbar()
+        control = BufferControl(
+            self.editor.buffer, search_buffer_control=search.control, preview_search=True,
+            input_processors=[HighlightIncrementalSearchProcessor()],
+        )  # fmt: skip
+        line = Window(
+            control, wrap_lines=True, dont_extend_height=True, get_line_prefix=prefix,
+            height=lambda: Dimension(min=1, max=max(1, self.screen.rows // 3)),
+        )  # fmt: skip
+        menu = ConditionalContainer(CompletionsMenu(max_height=8, scroll_offset=1), has_completions)
+        parts = [block(self._tail), block(self._status_line), block(self._queue), block(self._question), line, menu]
+        return HSplit([*parts, search, block(self._toolbar_line)]), line
+
+    def _tail(self) -> StyleAndTextTuples:
+        """The preview of what is not final: never so high that the input line has no room."""
+        if self.screen.settling or self.asking or not self.conversation.working:
+            return []
+        others = self.editor.buffer.document.line_count + len(self.runtime.agent.pending) + 4 + 2 * bool(self.asking)
+        lines = self.renderer.tail(min(TAIL_ROWS, self.screen.rows - min(others, self.screen.rows // 2 + 2)))
+        fragments: StyleAndTextTuples = []
+        for line in lines:
+            fragments += [(fragment_style(style), self.painter.glyphs(text)) for text, style, _ in line]
+            fragments.append(("", "\n"))
+        return fragments[:-1]
+
+    def _status_line(self) -> StyleAndTextTuples:
+        if not self.conversation.working or self.asking:
+            return []
+        spinner = ASCII_SPINNER if self.painter.ascii_only else SPINNER
+        now = time.monotonic()
+        parts = [f"{now - self._started_at:.0f} s", self.renderer.activity or "working"]
+        if self.runtime.agent.interrupt.is_set():
+            parts[1] = "stopping"
+        elif now - self.renderer.last_event > QUIET_S:
+            parts.append(f"silent for {now - self.renderer.last_event:.0f} s")
+        text = f"{spinner[int(now * 5) % len(spinner)]} {' · '.join(parts)}"
+        hint = " · esc interrupts"
+        room = max(8, self.screen.columns - 1 - len(hint))
+        return [("class:faint", self.painter.glyphs(crop(text, room) + hint)[: self.screen.columns - 1])]
+
+    def _queue(self) -> StyleAndTextTuples:
+        waiting = self.runtime.agent.pending
+        lines = [("steers: " if line.steers else "then: ") + line.text for line in waiting[-QUEUE_ROWS:]]
+        if len(waiting) > QUEUE_ROWS:
+            lines.insert(0, f"{len(waiting) - QUEUE_ROWS} more")
+        text = "\n".join(crop("  " + clean(line), self.screen.columns - 1) for line in lines)
+        return [("class:faint", self.painter.glyphs(text))] if text else []
+
+    def _question(self) -> StyleAndTextTuples:
+        asking = self.asking
+        if asking is None:
+            return []
+        if asking.writing:
+            text = "why not? Enter says so" if asking.writing == "r" else "edit it; Enter runs it"
+            text += ", Esc goes back"
+        elif self.editor.text and not asking.armed:
+            text = "Tab, then a key answers (your text is kept)"
+        else:
+            words = {"y": "[y]es", "n": "[n]o", "r": "no, [r]eason", "a": "[a]lways", "e": "[e]dit"}
+            text = "  ".join(["Run it?", *(words[key] for key in asking.choices)])
+        style = "class:question" if asking.armed or asking.writing else "class:faint"
+        return [(style, "\n".join(wrap(text, max(8, self.screen.columns - 1))))]
+
+    def _toolbar_line(self) -> StyleAndTextTuples:
+        text = self.toolbar.text(self.screen.columns - 1, self.conversation.working)
+        return [("class:faint", self.painter.glyphs(text))]
+
+    def _frame(self) -> object:
+        """Print what is final; the value tells whether the live region looks different."""
+        self._fit_painter()
+        self.renderer.poll()
+        phase = int(time.monotonic() * 5) if self.conversation.working and not self.asking else 0
+        asking = self.asking and (self.asking.armed, self.asking.writing)
+        return (self.renderer.version, phase, self.conversation.working, asking, self.screen.columns, self.screen.rows,
+                len(self.runtime.agent.pending), self.toolbar.note)  # fmt: skip
+
+    def _fit_painter(self) -> None:
+        self.painter.width = max(8, self.screen.columns - 1)
+
+    def _is_busy(self) -> bool:
+        return self.conversation.working
+
+    def _after_first_frame(self, app: Application[int]) -> None:
+        app.after_render -= self._after_first_frame
+        self._warm.start()
+
+    # what happens
+
+    def _on_event(self, event: Event) -> None:
+        self.screen.touch()
+        if isinstance(event, TurnEnd) and event.elapsed_s > LONG_TURN_S:
+            self._notify(f"finished: {event.reason}")
+
+    def _on_idle(self) -> None:
+        """The work is done or was interrupted: what was not delivered goes back to the input line."""
+        self.editor.give_back(self.runtime.agent.drain_pending())
+        if self.runtime.leaving and self.screen.app.is_running:
+            self.screen.app.exit(result=self._status)
+        self.screen.touch()
+
+    def _notify(self, text: str) -> None:
+        """Ring or send a notification, as configured."""
+        sequence = {"bell": "\a", "desktop": f"\x1b]9;agent: {one_line(text)}\a", "off": ""}[self.runtime.config.notify]
+        self.screen.app.output.write_raw(sequence)
+        self.screen.app.output.flush()
+
+    async def _ask(self, question: Question) -> Answer:
+        """Put an approval question and wait for its answer."""
+        self.renderer.question(question)
+        self.asking = Asking(self.editor, question)
+        self._notify(f"{question.tool} waits for your answer")
+        self.screen.touch()
+        try:
+            answer = await self.asking.answer
+        finally:
+            self.asking.close()
+            self.asking = None
+            self.screen.touch()
+        self.renderer.note(": ".join(filter(None, [answer.choice, answer.text])), "dim")
+        return answer
+
+    def _leave(self, status: int) -> None:
+        """End the work, then the application."""
+        self._status, self.runtime.leaving = status, True
+        self.conversation.interrupt()
+        if not self.conversation.working and self.screen.app.is_running:
+            self.screen.app.exit(result=status)
+
+    async def _finish_work(self) -> None:
+        """Wait for the work to end after an interrupt, but not for ever."""
+        if self.conversation.work:
+            self.conversation.interrupt()
+            await asyncio.wait({self.conversation.work}, timeout=3)
+
+    # keys
+
+    def _keys(self) -> KeyBindings:
+        """What each key does in which state."""
+        from prompt_toolkit.filters import Condition, is_searching, vi_insert_mode
+        from prompt_toolkit.input.ansi_escape_sequences import ANSI_SEQUENCES
+        from prompt_toolkit.key_binding import KeyBindings
+        from prompt_toolkit.keys import Keys
+
+        for shift_enter in ("\x1b[27;2;13~", "\x1b[13;2u"):
+            ANSI_SEQUENCES[shift_enter] = Keys.ControlJ
+        always = Condition(lambda: True)
+        working = Condition(lambda: self.conversation.working)
+        asking = Condition(lambda: self.asking is not None)
+        empty = Condition(lambda: not self.editor.text)
+        in_line = ~is_searching
+        queued = Condition(lambda: bool(self.runtime.agent.pending))
+        keys = KeyBindings()
+        table: list[tuple[Sequence[str], Any, Callable[[Any], object]]] = [
+            (["enter"], in_line, self._on_enter),
+            (["escape", "enter"], in_line, self._on_alt_enter),
+            (["c-j"], in_line, lambda event: self.editor.buffer.insert_text("\n")),
+            (["escape"], working & in_line & ~vi_insert_mode, self._on_escape),
+            (["escape", "escape"], ~working & empty & in_line, lambda event: self.editor.buffer.history_backward()),
+            (["c-c"], always, self._on_ctrl_c),
+            (["<sigint>"], always, self._on_ctrl_c),
+            (["c-d"], empty & in_line, self._on_ctrl_d),
+            (["c-z"], always, lambda event: event.app.suspend_to_background()),
+            (["c-l"], always, lambda event: self.screen.redraw()),
+            (["c-o"], always, lambda event: self.renderer.note(self.renderer.show(1) or " ", "dim")),
+            (["c-x", "c-e"], in_line, self._on_editor),
+            (["up"], queued & empty & in_line, self._on_take_back),
+            (["tab"], asking & ~empty, self._on_answer_first),
+            ([Keys.BracketedPaste], always, lambda event: self.editor.paste(event.data)),
+        ]
+        for sequence, when, handler in table:
+            keys.add(*sequence, filter=when)(handler)
+        for key in "ynrae":
+            choice = Condition(functools.partial(self._may_answer, key))
+            keys.add(key, filter=choice, eager=True)(self._on_answer)
+        return keys
+
+    def _set_key_timeout(self, processor: KeyProcessor) -> None:
+        """A lone Esc is known soon; Ctrl-X waits for what follows it."""
+        pressed = processor.key_buffer
+        self.screen.app.timeoutlen = 0.05 if pressed and pressed[0].key == "escape" else 1.0
+
+    def _on_enter(self, event: KeyPressEvent) -> None:
+        """Submit; but inside a paste that came without marks, and while a completion is chosen, go on."""
+        buffer, follows = self.editor.buffer, event.app.key_processor.input_queue
+        if sum(len(key.key) == 1 for key in follows) > TYPED_AT_ONCE:
+            buffer.insert_text("\n")
+        elif buffer.complete_state and buffer.complete_state.current_completion:
+            buffer.complete_state = None
+        elif not (self.asking and self.asking.enter()):
+            self._submit()
+
+    def _on_alt_enter(self, event: KeyPressEvent) -> None:
+        """Keep the line for after the turn; without a turn it goes on in a new line."""
+        if self.conversation.working and self.editor.text.strip():
+            self._submit(later=True)
+        else:
+            self.editor.buffer.insert_text("\n")
+
+    def _submit(self, later: bool = False) -> None:
+        self.toolbar.note = ""
+        if self.conversation.working and not self.editor.text.strip():
+            return
+        text = self.editor.take()
+        if not self.conversation.working:
+            self._started_at = time.monotonic()
+            self.renderer.begin()
+            if text.lstrip().startswith(("/", "!")) or text.strip().lower() in EXIT_WORDS:
+                self.renderer.prompt(text)
+        self.conversation.submit(text, later)
+        self.screen.touch()
+
+    def _on_escape(self, event: KeyPressEvent) -> None:
+        if self.editor.buffer.complete_state:
+            self.editor.buffer.cancel_completion()
+        elif self.asking and (self.asking.armed or self.asking.writing):
+            self.asking.refuse()
+        else:
+            self.conversation.interrupt()
+        self.screen.touch()
+
+    def _on_ctrl_c(self, event: KeyPressEvent) -> None:
+        """Interrupt the work; else clear the line; else leave, when pressed twice."""
+        now = time.monotonic()
+        if self.conversation.working:
+            self.conversation.interrupt()
+        elif self.editor.text:
+            self.editor.take()
+        elif now - self._ctrl_c_at < 2:
+            self._leave(0)
+        else:
+            self._ctrl_c_at = now
+            self._say_for_a_while("press Ctrl-C again to leave")
+        self.screen.touch()
+
+    def _on_ctrl_d(self, event: KeyPressEvent) -> None:
+        now = time.monotonic()
+        if self.conversation.working and now - self._ctrl_d_at > 2:
+            self._ctrl_d_at = now
+            self._say_for_a_while("the agent is working; press Ctrl-D again to stop it and leave")
+        else:
+            self._leave(0)
+
+    def _say_for_a_while(self, text: str) -> None:
+        def forget() -> None:
+            if self.toolbar.note == text:
+                self.toolbar.note = ""
+                self.screen.touch()
+
+        self.toolbar.note = text
+        self.screen.touch()
+        asyncio.get_running_loop().call_later(2, forget)
+
+    def _on_editor(self, event: KeyPressEvent) -> None:
+        self.editor.set(self.editor.expanded(self.editor.text))
+        self.editor.buffer.open_in_editor()
+
+    def _on_take_back(self, event: KeyPressEvent) -> None:
+        """The line queued last comes back into the input line."""
+        self.editor.set(self.runtime.agent.pending.pop().text)
+        self.screen.touch()
+
+    def _on_answer_first(self, event: KeyPressEvent) -> None:
+        assert self.asking
+        self.asking.put_draft_away()
+        self.screen.touch()
+
+    def _may_answer(self, key: str) -> bool:
+        return self.asking is not None and self.asking.armed and key in self.asking.choices
+
+    def _on_answer(self, event: KeyPressEvent) -> None:
+        if self.asking:
+            self.asking.press(event.data)
+
+
+class PlainRepl:
+    """A conversation on a terminal that can only take lines, or whose output goes elsewhere: no cursor is moved."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self.runtime = runtime
+        self.conversation = Conversation(runtime, lambda text, style: print(clean(text), flush=True))
+
+    async def run(self, notes: Sequence[str]) -> int:
+        """Converse until the user leaves; returns the exit status."""
+        runtime = self.runtime
+        runtime.sinks.append(PlainRenderer())
+        runtime.approvals.ask = self._ask
+        for note in [*notes, greeting(runtime)]:
+            print(clean(note))
+        if runtime.session.resumed:
+            print(clean(last_exchange(runtime.agent.messages)))
+        loop = asyncio.get_running_loop()
         while not runtime.leaving:
             try:
-                with patch_stdout(raw=True):
-                    line = await prompts.prompt_async("> ")
+                line = input("> ")
             except KeyboardInterrupt:
-                self.renderer.line("Ctrl-D or /exit leaves", "dim")
+                print("\nCtrl-D or /exit leaves")
                 continue
             except EOFError:
                 break
-            await self._handle(line, fresh)
-            fresh = False
-        self.renderer.line(f"Continue with: {command_to_return(runtime.config)}", "dim")
+            with _on_signals(loop, self.conversation.interrupt):
+                self.conversation.submit(as_text(line))
+                if self.conversation.work:
+                    await self.conversation.work
+        print(f"Continue with: {command_to_return(runtime.config)}")
         return 0
-
-    def _greeting(self) -> str:
-        runtime = self.runtime
-        config = runtime.config
-        state = "continuing" if runtime.session.resumed else "new"
-        where = f"{config.workspace} · {runtime.agent.provider.model} · {state} session {runtime.session.id}"
-        hint = "/help shows the commands"
-        if runtime.session.resumed:
-            hint += ", --new starts afresh"
-        elif not runtime.agent.messages:
-            hint += ", Enter lets the agent look around first"
-        return f"{where}\n{hint}"
-
-    def _prompt_session(self) -> Any:
-        from prompt_toolkit import PromptSession
-        from prompt_toolkit.completion import WordCompleter
-        from prompt_toolkit.filters import Condition
-        from prompt_toolkit.history import FileHistory
-        from prompt_toolkit.key_binding import KeyBindings
-
-        keys = KeyBindings()
-
-        @keys.add("escape", "enter")
-        @keys.add("c-j")
-        def _(event: Any) -> None:
-            event.current_buffer.insert_text("\n")
-
-        history = self.runtime.config.state_dir / "history"
-        history.touch(mode=0o600)
-        session: Any = PromptSession(
-            history=FileHistory(str(history)), key_bindings=keys, enable_open_in_editor=True,
-            completer=WordCompleter(sorted(COMMANDS), sentence=True),
-            complete_while_typing=Condition(lambda: session.default_buffer.text.startswith("/")),
-            prompt_continuation="  ",
-        )  # fmt: skip
-        return session
-
-    async def _handle(self, line: str, fresh: bool) -> None:
-        """Run one line: a slash command, an exit word, a prompt; an empty one only means something at a fresh start."""
-        text = line.encode("utf-8", "surrogateescape").decode("utf-8", "replace").strip()
-        if text.lower() in EXIT_WORDS:
-            self.runtime.leaving = True
-        elif text.startswith("/"):
-            output = await run_slash_command(self.runtime, text)
-            if output:
-                self.renderer.line(output, "none")
-        elif text or fresh:
-            with _on_signals(asyncio.get_running_loop(), self.runtime.agent.interrupt.set):
-                await self.runtime.send(text or FIRST_PROMPT)
 
     async def _ask(self, question: Question) -> Answer:
         """Put an approval question; Enter alone is no, and words that are no answer are the reason for a no."""
         import termios
 
-        from prompt_toolkit import PromptSession
-        from rich.text import Text
-
-        self.renderer.flush()
-        head, *rest = question.lines()
-        self.console.print(Text(head, style="bold yellow"))
-        self.console.print(Text("\n".join(rest)))
-        offers = "[y]es, [N]o or why not" + (", [a]lways" if question.grant else "")
-        offers += ", [e]dit" if question.can_edit else ""
+        print("\n".join(question.lines()))
         if question.grant:
-            self.console.print(Text(f"  always: {escape(question.grant, keep='')}", style="dim"))
-        session: PromptSession[str] = PromptSession()
-        try:
-            await asyncio.sleep(0.5)  # what was typed before the question could be read is not an answer to it
-            with contextlib.suppress(termios.error, OSError):
-                termios.tcflush(sys.stdin.fileno(), termios.TCIFLUSH)
-            answer = (await session.prompt_async(f"Run it? {offers}: ")).strip()
-            if answer.lower() in ("e", "edit") and question.can_edit:
-                return Answer("edit", await session.prompt_async("command: ", default=question.detail))
-        except (KeyboardInterrupt, EOFError):
-            self.runtime.agent.interrupt.set()
-            return Answer("no")
+            print(f"  always: {escape(question.grant, keep='')}")
+        await asyncio.sleep(Asking.GUARD_S)  # what was typed before the question could be read is no answer to it
+        termios.tcflush(sys.stdin.fileno(), termios.TCIFLUSH)
+        offers = "[y]es, [N]o or why not" + (", [a]lways" if question.grant else "")
+        print(f"Run it? {offers}{', [e]dit' if question.can_edit else ''}: ", end="", flush=True)
+        answer = (await self._line()).strip()
+        if answer.lower() in ("e", "edit") and question.can_edit:
+            print("command: ", end="", flush=True)
+            return Answer("edit", (await self._line()).strip())
         if answer.lower() in ("a", "always") and question.grant:
             return Answer("always")
         if answer.lower() in ("y", "yes"):
             return Answer("yes")
         return Answer("no", "" if answer.lower() in ("n", "no") else answer)
+
+    async def _line(self) -> str:
+        """One line of standard input, awaited so that an interrupt ends the waiting."""
+        loop = asyncio.get_running_loop()
+        read: asyncio.Future[bytes] = loop.create_future()
+
+        def on_input() -> None:
+            if not read.done():
+                read.set_result(os.read(sys.stdin.fileno(), 4096))
+
+        loop.add_reader(sys.stdin.fileno(), on_input)
+        try:
+            return (await read).decode("utf-8", "replace")
+        finally:
+            loop.remove_reader(sys.stdin.fileno())
 
 
 # --- Headless -------------------------------------------------------------------------------------
@@ -6407,6 +8270,225 @@ async def run_headless(runtime: Runtime, prompt: str, as_json: bool, notes: Sequ
     with _on_signals(asyncio.get_running_loop(), runtime.agent.interrupt.set):
         end = await runtime.send(prompt)
     return EXIT_TRY_LATER if end.retryable else EXIT_STATUS[end.reason]
+
+
+# --- Replay ---------------------------------------------------------------------------------------
+# Runs a recorded session again with the recorded replies and says where it first takes another course: the proof
+# that requests follow from the log alone, what a defect report needs, and a demonstration without any model.
+# Covered: prompts, replies, failures, interrupts, compactions, undo and redo, restarts.
+# Not covered: what the user changed in the files between turns; a tool that the user stopped is not run again. A
+# log from someone else holds commands: they are run under the same approval and sandbox as a model's.
+
+REPLAYED_SETTINGS = ("context_window", "max_steps", "shell_timeout_s")
+PIECE = 40  # characters of a replayed delta
+
+
+class Divergence(AgentError):
+    """The replay came to something else than the recording."""
+
+
+@dataclass
+class RecordedReply:
+    """What the provider answered to a request with this digest. `status` as in the log."""
+
+    digest: str
+    status: str = "interrupted"
+    error: str = ""
+    reply: Reply = Reply({"role": "assistant", "content": None})
+
+
+@dataclass
+class Recorded:
+    """One thing that was done, and what came of it. `action`: turn, compact, note, undo, redo or opened."""
+
+    action: str
+    text: str = ""
+    replies: list[RecordedReply] = field(default_factory=list)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Recording:
+    """A log, taken apart: the state it begins with, what was done, the results of all calls by their ids."""
+
+    start: Folded
+    end: Folded
+    tools: list[Mapping[str, Any]]
+    tree: str
+    """The first snapshot, "" when there is none."""
+    actions: list[Recorded] = field(default_factory=list)
+    results: dict[str, str] = field(default_factory=dict)
+    _running: Recorded | None = None
+
+    def take(self, record: Record) -> None:
+        """Take the next record after the session was opened."""
+        match record:
+            case {"type": "request", "digest": str(digest)}:
+                running = self._running or self._begin(Recorded("compact"))
+                running.replies.append(RecordedReply(digest))
+            case {"type": "reply", "status": str(status)} if self._running and self._running.replies:
+                usage = Usage(**record["usage"]) if record.get("usage") else None
+                last = self._running.replies[-1]
+                last.status, last.error = status, record.get("error") or ""
+                last.reply = Reply(
+                    record.get("message") or last.reply.message, record.get("finish_reason") or "stop", usage,
+                    problem=record.get("problem") or "",
+                )  # fmt: skip
+            case {"type": "message", "message": message} if is_message(message):
+                self._take_message(message)
+            case {"type": "snapshot", "why": str(why)} if why != "turn":
+                self.actions.append(Recorded(why.partition("-")[0]))
+            case {"type": "opened", "settings": dict(settings)}:
+                self._running = None
+                self.actions.append(Recorded("opened", str(record.get("model")), settings=settings))
+            case {"type": "turn_end" | "compacted"} if record["type"] == "turn_end" or not self._in_turn:
+                self._running = None
+
+    @property
+    def _in_turn(self) -> bool:
+        return self._running is not None and self._running.action == "turn"
+
+    def _begin(self, action: Recorded) -> Recorded:
+        self.actions.append(action)
+        self._running = action
+        return action
+
+    def _take_message(self, message: Message) -> None:
+        match message["role"]:
+            case "tool":
+                self.results[message["tool_call_id"]] = message_text(message)
+            case "assistant" if self._running and self._running.replies:
+                last = self._running.replies[-1]
+                last.reply = dataclasses.replace(last.reply, message=message)
+            case "user" if not self._in_turn and message_text(message).startswith(FEEDBACK):
+                self.actions.append(Recorded("note", message_text(message).removeprefix(FEEDBACK)))
+            case "user" if not self._in_turn:
+                self._begin(Recorded("turn", message_text(message)))
+
+
+def read_recording(path: Path) -> Recording:
+    """Take a log apart; raises AgentError when it is none."""
+    records = read_log(path).records
+    start = next((i for i, record in enumerate(records) if record.get("type") == "opened"), len(records))
+    trees = [r["tree"] for r in records if r.get("type") == "snapshot" and r.get("why") == "turn" and "tree" in r]
+    tools = records[start].get("tools", []) if start < len(records) else []
+    recording = Recording(fold(records[:start]), fold(records), tools, trees[0] if trees else "")
+    for record in records[start:]:
+        recording.take(record)
+    return recording
+
+
+class RecordedProvider:
+    """Gives the recorded replies, and checks that each request is the one that was recorded."""
+
+    context_window: int | None = None
+
+    def __init__(self, model: str) -> None:
+        self.model = model
+        self.replies: list[RecordedReply] = []
+        self.requests = 0
+
+    async def stream(
+        self, messages: Sequence[Message], tools: Sequence[Tool], interrupt: asyncio.Event
+    ) -> AsyncGenerator[Delta | Reply, None]:
+        """See Provider. Raises Divergence; beyond the recorded replies the turn was broken off."""
+        if not self.replies:
+            raise Interrupted
+        recorded = self.replies.pop(0)
+        self.requests += 1
+        if request_digest(messages, tools) != recorded.digest:
+            raise Divergence(f"request {self.requests} differs from the recorded one")
+        for start in range(0, len(recorded.reply.text), PIECE):
+            yield TextDelta(recorded.reply.text[start : start + PIECE])
+        match recorded.status:
+            case "completed":
+                yield recorded.reply
+            case "overflow":
+                raise ContextOverflow(recorded.error)
+            case "failed":
+                raise ProviderError(recorded.error)
+            case _:
+                raise Interrupted
+
+
+class ReplayedAgent(Agent):
+    """An agent whose calls are compared with the recorded results; with `dry` they are not run at all."""
+
+    results: Mapping[str, str] = MappingProxyType({})
+    dry = True
+    compared = 0
+
+    async def _execute(self, call: ToolCall, emit: Callable[[str], None]) -> ToolResult:
+        recorded = self.results.get(call.id, NOT_EXECUTED)
+        following = self.results.get(f"call{int(call.id.removeprefix('call')) + 1:05d}")
+        if recorded == NOT_EXECUTED:
+            self.interrupt.set()
+        if self.dry or recorded == NOT_EXECUTED or "interrupted by the user" in recorded:
+            return ToolResult(recorded, is_error=following == SKIPPED)
+        result = await super()._execute(call, emit)
+        self.compared += 1
+        if without_times(result.content) != without_times(recorded):
+            changes = clip(diff(recorded, result.content, call.name), 3_000, 1_000)
+            raise Divergence(f"the result of {describe_call(call)} differs from the recorded one:\n{changes}")
+        return dataclasses.replace(result, content=recorded)
+
+
+def recorded_tools(descriptions: Iterable[Mapping[str, Any]]) -> list[Tool]:
+    """Today's tools with the descriptions of the recording, so that a later program can replay an earlier log."""
+    return [
+        dataclasses.replace(find_tool(given["name"]), description=given["description"], parameters=given["parameters"])
+        for given in descriptions
+    ]
+
+
+def _first_difference(recorded: Sequence[Message], now: Sequence[Message]) -> str:
+    """Where two transcripts part, in words."""
+    for number, (old, new) in enumerate(zip(recorded, now, strict=False), 1):
+        if old != new:
+            before, after = (json.dumps(message, indent=1, ensure_ascii=False) for message in (old, new))
+            return f"message {number} is the first that differs:\n{clip(diff(before, after, ''), 3_000, 1_000)}"
+    return "the messages are the same: the view, the system prompt or a tool's description differs"
+
+
+async def replay(runtime: Runtime, recording: Recording) -> str:
+    """Do again what was recorded; returns what was compared. Raises Divergence."""
+    agent, provider = runtime.agent, runtime.agent.provider
+    assert isinstance(agent, ReplayedAgent) and isinstance(provider, RecordedProvider)
+    for recorded in recording.actions:
+        provider.replies = list(recorded.replies)
+        match recorded.action:
+            case "opened":
+                shaping = {name: value for name, value in recorded.settings.items() if name in REPLAYED_SETTINGS}
+                agent.config = dataclasses.replace(agent.config, **shaping)
+                provider.model = recorded.text
+            case "turn":
+                await runtime.send(recorded.text)
+            case "compact":
+                await compact_command(runtime, "")
+            case "note":
+                runtime.emit(agent.note(recorded.text))
+            case "undo" | "redo" if not agent.dry:
+                await asyncio.to_thread(runtime.undo.go, recorded.action, True)
+        if provider.replies:
+            raise Divergence(f"{len(provider.replies)} recorded replies were not asked for")
+    if agent.messages != recording.end.messages:
+        raise Divergence("the transcript differs from the recorded one")
+    return f"{provider.requests} requests and {agent.compared} tool results, all as recorded"
+
+
+async def run_replay(runtime: Runtime, recording: Recording, as_json: bool) -> int:
+    """Replay a log, show it, and return 0 when everything came out as recorded, else 1."""
+    renderer = JsonRenderer() if as_json else PlainRenderer()
+    runtime.sinks.append(renderer)
+    status = 0
+    with _on_signals(asyncio.get_running_loop(), runtime.agent.interrupt.set):
+        try:
+            text = f"replay: {await replay(runtime, recording)}"
+        except Divergence as exc:
+            found = "" if "result of" in str(exc) else _first_difference(recording.end.messages, runtime.agent.messages)
+            status, text = 1, "\n".join(filter(None, [f"replay: {exc}", found]))
+    renderer(Notice(text))
+    return status
 
 
 # --- Command line ---------------------------------------------------------------------------------
@@ -6441,7 +8523,10 @@ def build_parser() -> argparse.ArgumentParser:
     option("new", action="store_true", help="begin a new session; default: continue the last one of the directory")
     option("resume", metavar="ID", nargs="?", const="", help="continue a session; without ID: the last one")
     option("sessions", action="store_true", help="list the sessions of the directory")
-    option("json", action="store_true", help="with --prompt: print events as JSON lines")
+    option("json", action="store_true", help="with --prompt or --replay: print events as JSON lines")
+    option("replay", metavar="LOG", help="run a recorded session again, without a model, and say where it differs")
+    option("dry", action="store_true", help="with --replay: run no tool, use the recorded results")
+    option("trace", action="store_true", default=None, help="keep every byte of requests and replies beside the log")
     parser.add_argument("--version", action="version", version=f"agent.py {__version__}")
     return parser
 
@@ -6526,29 +8611,58 @@ def confine(config: Config) -> tuple[Workspace, Jobs, Sandbox | None, list[str]]
     ]
     sandbox, why_not = None, "it is switched off"
     if config.sandbox != "off":
-        workspace = Workspace(root, scratch, config.home, state_dir)
+        workspace = Workspace(root, scratch, config.home, state_dir, config.config_file)
         sandbox, why_not = probe_sandbox(workspace, state_dir, environ.get("PATH", os.defpath))
         if why_not and config.sandbox == "on":
             raise AgentError(f"the sandbox does not work here: {why_not}. --sandbox off runs without it.")
     if sandbox:
         return sandbox.workspace, Jobs(sandbox.workspace, environ, sandbox, scratch), sandbox, notes
     notes.append(f"NOT SANDBOXED ({why_not}): commands can do whatever you can do, so each one is asked for.")
-    workspace = Workspace(root, None, config.home, state_dir)
+    workspace = Workspace(root, None, config.home, state_dir, config.config_file)
     return workspace, Jobs(workspace, environ, None, scratch), None, notes
 
 
-def build_runtime(config: Config, provider: Provider, fresh: bool, session_id: str | None) -> tuple[Runtime, list[str]]:
-    """Put all parts together; the texts are for the user."""
-    session, notes = open_session(config, provider.model, fresh, session_id)
-    notes += session.notices
-    session.notices.clear()
+def assemble(
+    config: Config, provider: Provider, session: Session, agent_type: type[A], tools: Sequence[Tool] = TOOLS
+) -> tuple[Runtime, A, list[str]]:
+    """Put all parts together around a session; the texts are for the user."""
     workspace, jobs, sandbox, limits = confine(config)
     context = ToolContext(config, workspace, sandbox, asyncio.Event(), jobs=jobs)
     approvals = Approvals(config.approve, sandbox=sandbox is not None)
-    agent = Agent(config, provider, TOOLS, context, approvals)
+    agent = agent_type(config, provider, tools, context, approvals)
     runtime = Runtime(config, agent, session, approvals)
     runtime.start(session)
+    return runtime, agent, limits
+
+
+def build_runtime(config: Config, provider: Provider, fresh: bool, session_id: str | None) -> tuple[Runtime, list[str]]:
+    """All parts, around the session to work in; the texts are for the user."""
+    session, notes = open_session(config, provider.model, fresh, session_id)
+    notes += session.notices
+    session.notices.clear()
+    runtime, _, limits = assemble(config, provider, session, Agent)
+    if config.trace and isinstance(provider, HttpProvider):
+        provider.trace = lambda kind, data: runtime.session.trace(kind, data)
     return runtime, [*notes, *limits]
+
+
+def build_replay(config: Config, log: Path, dry: bool, fresh: bool) -> tuple[Runtime, Recording, list[str]]:
+    """All parts for a replay of a log; into a `fresh` workspace the files are put that it began with, if known."""
+    try:
+        recording = read_recording(log)
+        tools = recorded_tools(recording.tools)
+    except (ToolError, KeyError, TypeError, AgentError) as exc:
+        raise AgentError(f"cannot replay {log}: {exc}") from None
+    provider = RecordedProvider(recording.start.model)
+    session = Session(recording.start, None, None, resumed=False)
+    runtime, agent, notes = assemble(config, provider, session, ReplayedAgent, tools)
+    agent.results, agent.dry = recording.results, dry
+    if fresh and not dry and recording.tree:
+        with contextlib.suppress(SnapshotError):
+            store = SnapshotStore(log.parent / "snapshots", config.workspace, config.state_dir)
+            store.unpack(recording.tree)
+            notes.append("the files are those that the session first changed")
+    return runtime, recording, notes
 
 
 def headless_prompt(prompt: str | None) -> str | None:
@@ -6569,11 +8683,29 @@ def _ask_on_terminal(question: str) -> bool:
     return sys.stdin.isatty() and input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
 
 
+def replay_log(config: Config, options: argparse.Namespace) -> int:
+    """Replay the log that the options name and return the exit status."""
+    log = Path(options.replay).expanduser()
+    runtime, recording, notes = build_replay(config, log, options.dry, options.start_dir is None)
+    for note in notes:
+        print(clean(note), file=sys.stderr)
+
+    async def front() -> int:
+        try:
+            return await run_replay(runtime, recording, options.json)
+        finally:
+            await runtime.close()
+
+    return asyncio.run(front())
+
+
 def run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
     """Do what the options say; raises AgentError for whatever the user can mend."""
-    if options.json and options.prompt is None and sys.stdin.isatty():
+    if options.json and options.prompt is None and not options.replay and sys.stdin.isatty():
         raise ConfigError("--json goes with --prompt.")
-    prompt = None if options.sessions else headless_prompt(options.prompt)
+    if options.dry and not options.replay:
+        raise ConfigError("--dry goes with --replay.")
+    prompt = None if options.sessions or options.replay else headless_prompt(options.prompt)
     ask = _ask_on_terminal if prompt is None else lambda question: False
     workspace = prepare_workspace(options.start_dir, ask)
     config = load_config(vars(options), environ, workspace)
@@ -6581,6 +8713,8 @@ def run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
     if options.sessions:
         print(describe_sessions(config))
         return 0
+    if options.replay:
+        return replay_log(config, options)
     if options.spec:
         copy_spec(options.spec, workspace)
     provider = choose_provider(config, ask)
@@ -6592,9 +8726,8 @@ def run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
         try:
             if prompt is not None:
                 return await run_headless(runtime, prompt, options.json, notes)
-            from rich.console import Console
-
-            return await Repl(runtime, Console(highlight=False)).run(notes)
+            plain = config.plain_terminal or not sys.stdin.isatty() or not sys.stdout.isatty()
+            return await (PlainRepl(runtime) if plain else Repl(runtime)).run(notes)
         finally:
             await runtime.close()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,10 +21,19 @@ Serve = Callable[..., FakeServer]
 PROMPT = r"^[>›] ?$"
 
 
-def enter(terminal: Terminal, line: str) -> None:
-    """Type a line when the prompt is there, and Enter."""
+def idle(terminal: Terminal) -> None:
+    """Wait until the prompt is there and nothing is being worked on."""
+    terminal.wait_gone("esc interrupts")
     terminal.wait_for(PROMPT, visible=True)
-    terminal.send(line + "\r")
+
+
+def enter(terminal: Terminal, line: str) -> None:
+    """Type a line when nothing is being worked on, and Enter."""
+    idle(terminal)
+    terminal.send(line)
+    terminal.wait_for(r"^[>›] ?" + re.escape(line.partition("\x1b")[0][:10]), visible=True)
+    terminal.send("\r")
+    terminal.wait_for(PROMPT, visible=True)
 
 
 @pytest.fixture
@@ -51,11 +61,11 @@ def test_a_prompt_is_answered_and_ctrl_d_leaves_with_the_way_back(
     enter(terminal, "hi")
     terminal.wait_for("Hello you")
     assert "Looking." in terminal.all_text()
-    assert "list_files" in terminal.all_text()
-    terminal.wait_for(PROMPT, visible=True)
+    assert "• list . · 1 line" in terminal.all_text()
+    idle(terminal)
     terminal.send("\x04")
     assert terminal.wait_exit() == 0
-    assert f"--start_dir {workspace}" in terminal.all_text().replace("\n", " ")
+    assert f"--start_dir {workspace}" in terminal.all_text().replace("\n", "")
 
 
 def test_s1_5_enter_on_a_fresh_start_lets_the_agent_look_around(server: Serve, repl: Callable[..., Terminal]) -> None:
@@ -115,8 +125,8 @@ def test_a_write_shows_its_diff(server: Serve, repl: Callable[..., Terminal], wo
     enter(terminal, "go")
     terminal.wait_for(r"Changed\.")
     shown = terminal.all_text()
-    assert "-y = 2" in shown
-    assert "+y = 3" in shown
+    assert "  - y = 2" in shown
+    assert "  + y = 3" in shown
 
 
 def test_s2_45_slash_commands(server: Serve, repl: Callable[..., Terminal]) -> None:
@@ -144,7 +154,7 @@ def test_restarting_continues_and_says_so(server: Serve, repl: Callable[..., Ter
     first = repl(fake)
     enter(first, "first")
     first.wait_for(r"One\.")
-    first.wait_for(PROMPT, visible=True)
+    idle(first)
     first.send("\x04")
     first.wait_exit()
     second = repl(fake)
