@@ -34,6 +34,69 @@ if __name__ == "__main__" and not sys.flags.safe_path:
     _here = os.getcwd() if os.path.isdir(os.curdir) else ""
     sys.path[:] = [path for path in sys.path[1:] if os.path.isabs(path) and path != _here]
 
+
+class EarlyPrompt:
+    """The prompt on the screen before the rest of the program is loaded, and the keys that are typed until then.
+
+    It stands above the imports, and imports only what it needs itself, because all of them take ten times as long.
+    """
+
+    NOT_FOR = ("-p", "--prompt", "-h", "--help", "--version", "--sessions", "--json", "--replay")
+
+    def __init__(self, arguments: Sequence[str], environ: Mapping[str, str]) -> None:
+        """Show the prompt, if these arguments lead to one and the terminal can show it."""
+        import signal
+        import termios
+
+        self.typed = b""
+        """What was typed so far."""
+        self._shown = False
+        self._before: list[Any] | None = None  # the terminal's attributes
+        if any(argument.startswith(self.NOT_FOR) for argument in arguments) or not os.isatty(0) or not os.isatty(1):
+            return
+        if environ.get("TERM", "") in ("", "dumb", "unknown"):
+            return
+        self._before = termios.tcgetattr(0)
+        quiet = termios.tcgetattr(0)
+        quiet[0] &= ~termios.ICRNL  # else Enter could not be told from Ctrl-J
+        quiet[3] &= ~(termios.ECHO | termios.ICANON)
+        signal.signal(signal.SIGINT, self._on_ctrl_c)
+        termios.tcsetattr(0, termios.TCSANOW, quiet)
+        glyph = "›" if (sys.stdout.encoding or "").lower().startswith("utf") else ">"
+        style = "1" if environ.get("NO_COLOR") else "1;36"
+        os.write(1, f"\r\x1b[J\x1b[{style}m{glyph} \x1b[0m".encode(sys.stdout.encoding or "ascii"))
+        self._shown = True
+
+    def take(self) -> None:
+        """Take the prompt off the screen and read what was typed; the terminal stays quiet until `end`."""
+        import select
+        import signal
+
+        if self._shown:
+            self._shown = False
+            os.write(1, b"\r\x1b[J")
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            while select.select([0], [], [], 0)[0] and (data := os.read(0, 1 << 16)):
+                self.typed += data
+
+    def end(self) -> None:
+        """Take the prompt off the screen and make the terminal as it was before."""
+        import contextlib
+        import termios
+
+        if self._before:
+            self.take()
+            with contextlib.suppress(termios.error):  # the terminal may be gone
+                termios.tcsetattr(0, termios.TCSANOW, self._before)
+            self._before = None
+
+    def _on_ctrl_c(self, number: int, frame: object) -> None:
+        self.end()
+        os._exit(130)
+
+
+_early_prompt = EarlyPrompt(sys.argv[1:], os.environ) if __name__ == "__main__" else None
+
 import argparse
 import ast
 import asyncio
@@ -47,7 +110,9 @@ import errno
 import fcntl
 import fnmatch
 import functools
+import gc
 import hashlib
+import importlib
 import io
 import json
 import math
@@ -2088,7 +2153,7 @@ def adopt_orphans() -> bool:
         return False
     import ctypes
 
-    return ctypes.CDLL(None).prctl(36, 1, 0, 0, 0) == 0  # PR_SET_CHILD_SUBREAPER
+    return bool(ctypes.CDLL(None).prctl(36, 1, 0, 0, 0) == 0)  # PR_SET_CHILD_SUBREAPER
 
 
 def our_children() -> set[int] | None:
@@ -4635,6 +4700,7 @@ class HttpProvider:
         self._native_callers: set[str] = set()  # sources that have called a tool in the wire's own form
         self._valid = ValidMessages()
         self._encode = RequestEncoder()
+        self._connecting = threading.Lock()
         self._client: openai.AsyncOpenAI | None = None
 
     @property
@@ -4672,7 +4738,7 @@ class HttpProvider:
             body = wire.body(self.source, self.model, messages, tools, self.adaptation)
             body = adapted_body(body, self.adaptation)
             content = self._encode(body)
-            client = self._connected()
+            client = self.connect()
             reader = wire.reader(self.source, self.adaptation)
             exchange = Exchange(reader, self._first_limit_s(), self.config.idle_timeout_s, self.trace)
             self.trace("request", content)
@@ -4780,25 +4846,39 @@ class HttpProvider:
         assert isinstance(response, httpx2.Response)
         return response
 
-    def _connected(self) -> openai.AsyncOpenAI:
-        """The SDK's client, made at the first request and kept alive; raises ProviderError for a proxy that is none."""
-        if self._client is None:
-            import httpx2
-            import openai
+    def connect(self) -> openai.AsyncOpenAI:
+        """The SDK's client, made when it is first needed and kept alive: that takes long, and can be done in a thread.
 
-            try:
-                # a proxy cannot reach our loopback
-                http_client = openai.DefaultAsyncHttpx2Client(trust_env=not is_loopback(self.base_url))
-            except (ImportError, ValueError, OSError) as exc:
-                hint = "Check HTTP_PROXY, HTTPS_PROXY, ALL_PROXY and SSL_CERT_FILE."
-                raise ProviderError(f"the network settings cannot be used ({one_line(str(exc))}). {hint}") from None
-            self._client = openai.AsyncOpenAI(
-                api_key=self._key or "none", base_url=self.base_url, max_retries=0, http_client=http_client,
-                timeout=httpx2.Timeout(2 * SILENT_THINKING_S, connect=15),
-            )  # fmt: skip
-            if not says(r"//api\.openai\.com", self.base_url):
-                self._client.organization = self._client.project = None  # these are names at OpenAI
+        Raises ProviderError for a proxy that is none.
+        """
+        with self._connecting:
+            if self._client is None:
+                self._client = self._new_client()
         return self._client
+
+    def _new_client(self) -> openai.AsyncOpenAI:
+        import ssl
+
+        import httpx2
+        import openai
+
+        # A proxy cannot reach our loopback; and where nothing is encrypted no certificates are read, which is slow.
+        local = is_loopback(self.base_url)
+        verify: ssl.SSLContext | bool = True
+        if local and self.base_url.startswith("http://"):
+            verify = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # trusts nobody
+        try:
+            http_client = openai.DefaultAsyncHttpx2Client(trust_env=not local, verify=verify)
+        except (ImportError, ValueError, OSError) as exc:
+            hint = "Check HTTP_PROXY, HTTPS_PROXY, ALL_PROXY and SSL_CERT_FILE."
+            raise ProviderError(f"the network settings cannot be used ({one_line(str(exc))}). {hint}") from None
+        client = openai.AsyncOpenAI(
+            api_key=self._key or "none", base_url=self.base_url, max_retries=0, http_client=http_client,
+            timeout=httpx2.Timeout(2 * SILENT_THINKING_S, connect=15),
+        )  # fmt: skip
+        if not says(r"//api\.openai\.com", self.base_url):
+            client.organization = client.project = None  # these are names at OpenAI
+        return client
 
     async def close(self) -> None:
         """Close the connections."""
@@ -5265,8 +5345,8 @@ def build_system_prompt(config: Config) -> str:
 # The session log: append-only JSON lines, each handed to the system before anything that depends on it happens, so
 # that a killed process loses nothing. The disk itself has a record at the latest when the reply to the request after
 # it is there, and those of SYNCED_AT_ONCE before anything goes on: a power failure loses at most the last step. One
-# record a line; each also has `time`, seconds since the epoch. What was sent is not stored again: the system prompt, the
-# messages and the boundaries of a request rebuild it, and its digest proves that (see Replay).
+# record a line; each also has `time`, seconds since the epoch. What was sent is not stored again: the system prompt,
+# the messages and the boundaries of a request rebuild it, and its digest proves that (see Replay).
 #
 #   type        fields                                                        when
 #   session     version, id, workspace, model, created, system, forked_from   first line
@@ -7763,10 +7843,27 @@ class Toolbar:
         return self._plan[1]
 
 
-def warm_up() -> None:
-    """Import what the first turn needs; run in a thread while the user reads the first screen."""
-    import openai.resources.chat  # noqa: F401
+def type_ahead(terminal_input: Input, typed: bytes) -> None:
+    """Let keys that were typed before come first. A line end among them is Enter: the terminal had changed it."""
+    from prompt_toolkit.input.typeahead import store_typeahead
+    from prompt_toolkit.input.vt100_parser import Vt100Parser
+    from prompt_toolkit.key_binding.key_processor import KeyPress
 
+    keys: list[KeyPress] = []
+    parser = Vt100Parser(keys.append)
+    parser.feed_and_flush(typed.decode("utf-8", "replace").replace("\n", "\r"))
+    store_typeahead(terminal_input, keys)
+
+
+def warm_up(provider: Provider, can_ask: threading.Event) -> None:
+    """Load what the first turn needs; run in a thread while the user reads the first screen."""
+    try:
+        if isinstance(provider, HttpProvider):
+            provider.connect()
+    except ProviderError:
+        pass  # the first request says it
+    finally:
+        can_ask.set()
     _markdown_type()
     _markdown_parser()
     highlight("pass", "python")
@@ -7796,7 +7893,10 @@ def _terminal_kept(output: TextIO) -> Iterator[None]:
 class Repl:
     """A conversation on a terminal, with an application at the bottom that is always there."""
 
-    def __init__(self, runtime: Runtime, terminal_input: Input | None = None, output: Output | None = None) -> None:
+    def __init__(
+        self, runtime: Runtime, terminal_input: Input | None = None, output: Output | None = None,
+        early: EarlyPrompt | None = None,
+    ) -> None:  # fmt: skip
         from prompt_toolkit.input.defaults import create_input
         from prompt_toolkit.output.vt100 import Vt100_Output
 
@@ -7817,7 +7917,9 @@ class Repl:
         self._status = 0
         self._started_at = 0.0
         self._ctrl_c_at = self._ctrl_d_at = -math.inf
-        self._warm = threading.Thread(target=warm_up, daemon=True)
+        self._early = early
+        self._can_ask = threading.Event()  # what a request needs is loaded
+        self._warm = threading.Thread(target=warm_up, args=(runtime.agent.provider, self._can_ask), daemon=True)
 
     async def run(self, notes: Sequence[str]) -> int:
         """Converse until the user leaves; returns the exit status."""
@@ -7825,12 +7927,15 @@ class Repl:
         runtime.sinks += [self.renderer, self.toolbar, self._on_event]
         runtime.renderer = self.renderer
         runtime.approvals.ask = self._ask
-        self.conversation.ready = lambda: asyncio.to_thread(self._warm.join)
+        self.conversation.ready = self._until_loaded
         self.conversation.on_idle = self._on_idle
         self.conversation.hand_over = lambda function: run_in_terminal(function, in_executor=True)
         self._fit_painter()
         from prompt_toolkit.application import run_in_terminal
 
+        if self._early:
+            self._early.take()
+            type_ahead(screen.app.input, self._early.typed)
         for note in notes:
             self.renderer.note(note, "notice")
         self.renderer.note(greeting(runtime), "dim")
@@ -7986,6 +8091,10 @@ class Repl:
     def _after_first_frame(self, app: Application[int]) -> None:
         app.after_render -= self._after_first_frame
         self._warm.start()
+
+    async def _until_loaded(self) -> None:
+        if not self._can_ask.is_set():
+            await asyncio.to_thread(self._can_ask.wait)
 
     # what happens
 
@@ -8699,14 +8808,24 @@ def replay_log(config: Config, options: argparse.Namespace) -> int:
     return asyncio.run(front())
 
 
-def run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
+def load(*names: str) -> None:
+    """Import modules in a thread, while this one waits for other things."""
+    threading.Thread(target=lambda: [importlib.import_module(name) for name in names], daemon=True).start()
+
+
+def run(options: argparse.Namespace, environ: Mapping[str, str], early: EarlyPrompt) -> int:
     """Do what the options say; raises AgentError for whatever the user can mend."""
     if options.json and options.prompt is None and not options.replay and sys.stdin.isatty():
         raise ConfigError("--json goes with --prompt.")
     if options.dry and not options.replay:
         raise ConfigError("--dry goes with --replay.")
     prompt = None if options.sessions or options.replay else headless_prompt(options.prompt)
-    ask = _ask_on_terminal if prompt is None else lambda question: False
+
+    def ask(question: str) -> bool:
+        early.end()
+        return prompt is None and _ask_on_terminal(question)
+
+    load(*(("prompt_toolkit.application", "prompt_toolkit.widgets") if prompt is None else ("openai",)))
     workspace = prepare_workspace(options.start_dir, ask)
     config = load_config(vars(options), environ, workspace)
     sys.path[:] = [path for path in sys.path if path.startswith(sys.prefix) or not _is_below(Path(path), workspace)]
@@ -8727,27 +8846,43 @@ def run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
             if prompt is not None:
                 return await run_headless(runtime, prompt, options.json, notes)
             plain = config.plain_terminal or not sys.stdin.isatty() or not sys.stdout.isatty()
-            return await (PlainRepl(runtime) if plain else Repl(runtime)).run(notes)
+            return await (PlainRepl(runtime) if plain else Repl(runtime, early=early)).run(notes)
         finally:
             await runtime.close()
 
     return asyncio.run(front())
 
 
-def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.environ) -> int:
-    """Run the program and return its exit status."""
-    options = build_parser().parse_args(argv)
+def main(
+    argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.environ, early: EarlyPrompt | None = None
+) -> int:
+    """Run the program and return its exit status. `early`: the prompt, if it is on the screen already."""
+    # The imports make a million objects that all stay: looking again and again for garbage among them would take a
+    # fifth of the time.
+    gc.set_threshold(50_000, 20, 50)
+    early = early or EarlyPrompt(sys.argv[1:] if argv is None else argv, environ)
     try:
-        return run(options, environ)
+        options = build_parser().parse_args(argv)
+        return run(options, environ, early)
     except ConfigError as exc:
         status, text = EXIT_USAGE, str(exc)
     except AgentError as exc:
         status, text = (EXIT_TRY_LATER if getattr(exc, "retryable", False) else 1), str(exc)
     except KeyboardInterrupt:
         status, text = 130, "interrupted"
+    finally:
+        early.end()
     print(f"agent: {clean(text)}", file=sys.stderr)
     return status
 
 
+def leave(status: int) -> None:
+    """End the process at once: everything is closed, and the interpreter's own clean-up takes longer than a start."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(status)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main(early=_early_prompt))
