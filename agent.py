@@ -16,9 +16,9 @@ returns), and a turn of *steps* (one reply of the model and the tool calls it as
 the list of messages and only grows; the *view* is what is sent of it. *Events* are facts that the loop
 yields; *sinks* (renderers, the session log) take them, and decide nothing.
 
-Sections: Errors and interruption, Configuration, Messages, Events, Text, Workspace, Snapshots, Sandbox, Tools,
-Approval, Provider: errors, Provider: adaptation, Provider: wires, Provider: requests, Context, Agent, Session, Undo,
-Markdown, Renderers, Slash commands, Terminal, REPL, Headless, Replay, Command line.
+Sections: Errors and interruption, Configuration, Messages, Events, Text, Workspace, Snapshots, Sandbox, Commands,
+Tools, Approval, Provider: errors, Provider: adaptation, Provider: wires, Provider: requests, Context, Agent, Session,
+Undo, Markdown, Renderers, Slash commands, Terminal, REPL, Headless, Replay, Command line.
 
 Read `Agent.turn` first: it is the whole control flow. `build_runtime` wires all parts together.
 """
@@ -114,6 +114,7 @@ import gc
 import hashlib
 import importlib
 import io
+import itertools
 import json
 import math
 import random
@@ -1233,12 +1234,12 @@ class Workspace:
 
     def concern(self, place: Place, writing: bool) -> str:
         """Why this place should not be touched unasked, in a few words; "" when nothing speaks against it."""
+        if not writing and SECRET_FILE.fullmatch(place.path.name):
+            return "may hold secrets"
         if place.zone == "outside":
             return "outside the workspace"
         if writing and any(_is_below(_folded(place.path), _folded(path)) for path in self.protected):
             return "may be run or obeyed later"
-        if not writing and SECRET_FILE.fullmatch(place.path.name):
-            return "may hold secrets"
         with contextlib.suppress(OSError):
             if writing and place.path.lstat().st_nlink > 1 and place.path.is_file():
                 return "has another name on this disk, which changes too"
@@ -1814,21 +1815,11 @@ class SnapshotStore:
 
 
 # --- Sandbox --------------------------------------------------------------------------------------
-# What confines a command (bubblewrap on Linux, sandbox-exec on macOS), and the running and ending of commands.
-# Covered: in the sandbox nothing outside the workspace and a private /tmp can be written, secrets of the home
-# directory and the agent's own files are not there, the network is off, nothing outlives the call. Everywhere: a
-# command ends when its shell exits, no terminal, no standard input, a time limit, bounded memory, nothing left.
-# Not covered: what is written into the workspace and run later by someone else; CPU and memory use; a unix socket in
-# the home directory; the name of a setuid file that root leaves in the workspace. Without a sandbox nothing is
-# confined, and a process that emptied its environment survives if the agent itself is killed with SIGKILL.
-
-HEAD_BYTES, TAIL_BYTES = 8_000, 24_000  # of a command's output: what the model is shown
-SPOOL_BYTES, OUTPUT_LIMIT = 64 << 20, 1 << 30  # what is kept on disk; where the command is stopped
-MAX_TIMEOUT_S = 600
-DRAIN_S = 0.5  # how long to read on after the shell has exited: what it started may hold the pipe open for ever
-LEFTOVER_S = 0.25  # what the shell leaves running (tee) may end by itself
-MIN_FREE_BYTES = 500 << 20
-MAX_COMMAND_BYTES = 128_000  # the kernel's limit for one argument
+# What confines a command: bubblewrap on Linux, sandbox-exec on macOS, tried by its effect at each start.
+# Covered: nothing outside the workspace and a private /tmp can be written, secrets of the home directory and the
+# agent's own files are not there, the network is off, nothing outlives the call; as root too.
+# Not covered: what is written into the workspace and run later by someone else; CPU and memory; a hard link to a file
+# outside that existed before; a unix socket in the home directory; a setuid file that root makes in the workspace.
 
 # The shell that runs the command, which it gets as "$0": no core files, first to go when memory ends. Inside a
 # process namespace of its own it also waits for what the command left running, and says what it stopped; elsewhere
@@ -2051,6 +2042,22 @@ def probe_sandbox(workspace: Workspace, state_dir: Path, search_path: str) -> tu
                 return sandbox, ""
             reasons.append(_why_not(done.stdout if "ran\n" in done.stdout else done.stdout + done.stderr))
     return None, "; ".join(dict.fromkeys(reasons))
+
+
+# --- Commands -------------------------------------------------------------------------------------
+# Runs shell commands, in the sandbox or not, and ends them.
+# Covered: a command ends when its shell exits; no terminal, no standard input; a time limit; bounded memory; the whole
+# output on disk; nothing left running afterwards, also when the agent is killed.
+# Not covered: outside the sandbox, a process that emptied its environment when the agent is killed with SIGKILL; where
+# there is no /proc, whatever left its process group.
+
+HEAD_BYTES, TAIL_BYTES = 8_000, 24_000  # of a command's output: what the model is shown
+SPOOL_BYTES, OUTPUT_LIMIT = 64 << 20, 1 << 30  # what is kept on disk; where the command is stopped
+MAX_TIMEOUT_S = 600
+DRAIN_S = 0.5  # how long to read on after the shell has exited: what it started may hold the pipe open for ever
+LEFTOVER_S = 0.25  # what the shell leaves running (tee) may end by itself
+MIN_FREE_BYTES = 500 << 20
+MAX_COMMAND_BYTES = 128_000  # the kernel's limit for one argument
 
 
 class CommandOutput:
@@ -2477,7 +2484,10 @@ Risk = Literal["read", "write", "exec"]
 
 @dataclass
 class ToolContext:
-    """What a running tool may use. `read_only`: commands must not change the workspace."""
+    """What a running tool may use. `read_only`: commands must not change the workspace.
+
+    `approved`: the subject of the preview that was decided on. A path that leads elsewhere by now is not opened.
+    """
 
     config: Config
     workspace: Workspace
@@ -2486,10 +2496,18 @@ class ToolContext:
     emit: Callable[[str], None] = lambda text: None
     jobs: Jobs = None  # type: ignore[assignment]
     read_only: bool = False
+    approved: str = ""
 
     def __post_init__(self) -> None:
         if self.jobs is None:
             self.jobs = Jobs(self.workspace, self.config.command_environment, self.sandbox)
+
+    def place(self, path: str) -> Place:
+        """The place that a path leads to, if that is the one that was decided on; raises ToolError."""
+        place = self.workspace.locate(path)
+        if place.name != self.approved and (self.approved or place.zone == "outside"):
+            raise ToolError(f"{place.name} was not approved. Try again.")
+        return place
 
     def secrets(self) -> dict[str, str]:
         """Name and value of the secrets that are hidden from the model and the session log."""
@@ -2814,12 +2832,12 @@ class FileLister:
 
 async def list_files(context: ToolContext, arguments: dict[str, Any]) -> ToolResult:
     """List a directory, one name per line, directories with a slash."""
-    place = context.workspace.locate(arguments.get("directory") or ".")
+    place = context.place(arguments.get("directory") or ".")
     pattern = arguments.get("glob") or ""
     depth = max(1, arguments.get("depth") or (99 if pattern else 1))
     lister = FileLister(context.workspace, place, depth, pattern)
     try:
-        names = await asyncio.to_thread(lister.names)
+        names = await interruptible(asyncio.to_thread(lister.names), context.interrupt)
     except OSError as exc:
         raise ToolError(f"{place.name}: {exc.strerror}.") from None
     shown = names[: lister.MAX_NAMES] or ["(nothing matches)" if pattern else "(empty directory)"]
@@ -2976,7 +2994,7 @@ def _edit(context: ToolContext, place: Place, arguments: dict[str, Any]) -> Edit
 
 async def write_to_file(context: ToolContext, arguments: dict[str, Any]) -> ToolResult:
     """Create or overwrite a file, or replace one unique text in it. The display is the diff."""
-    place = context.workspace.locate(arguments["path"])
+    place = context.place(arguments["path"])
     edit = await asyncio.to_thread(_edit, context, place, arguments)
     await asyncio.to_thread(context.workspace.write, place, edit.data)
     lines = edit.text.count("\n") + (not edit.text.endswith("\n") and edit.text != "")
@@ -3042,10 +3060,11 @@ def _read_page(workspace: Workspace, place: Place, first: int, limit: int) -> tu
 
 async def read_from_file(context: ToolContext, arguments: dict[str, Any]) -> ToolResult:
     """Read a text file, or `limit` lines of it from line `offset` (1 is the first)."""
-    place = context.workspace.locate(arguments["path"])
+    place = context.place(arguments["path"])
     first, limit = max(1, arguments.get("offset") or 1), max(1, arguments.get("limit") or PAGE_LINES)
     try:
-        lines, total = await asyncio.to_thread(_read_page, context.workspace, place, first, min(limit, PAGE_LINES))
+        reading = asyncio.to_thread(_read_page, context.workspace, place, first, min(limit, PAGE_LINES))
+        lines, total = await interruptible(reading, context.interrupt)
     except OSError as exc:
         raise ToolError(f"{place.name}: {exc.strerror}.") from None
     if not lines:
@@ -3373,6 +3392,8 @@ OVERFLOW = (
     r"greater than the context length|tokens to keep from the initial prompt|keep the first \d+ tokens",  # LM Studio
     r"range of input length should be|prompt tokens limit exceeded|token limit: \d+ \(requested",  # Qwen, OpenRouter
     r"request too large|\(2013\)",  # OpenAI's and Groq's lowest tiers; MiniMax
+    r"must have less than \d+ tokens|too many tokens: |longer than the maximum model length",  # TGI, Cohere, vLLM
+    r"exceeds? maximum input length|input tokens exceed",  # DeepInfra; OpenAI and Azure, gpt-5
 )
 LIMITS = (
     r"maximum context length (?:is|of) (\d+)",  # OpenAI, DeepSeek, OpenRouter, vLLM, LiteLLM
@@ -3392,19 +3413,31 @@ LIMITS = (
     r"token limit: (\d+)",  # Kimi
     r"exceeds the limit of (\d+)",  # Copilot
     r"tokens limit exceeded: \d+ > (\d+)",  # OpenRouter
+    r"must have less than (\d+) tokens|tokens in the prompt cannot exceed (\d+)",  # TGI, Cohere
+    r"maximum model length of (\d+)|maximum input length (\d+)|configured limit of (\d+)",  # vLLM, DeepInfra, Azure
     r"Limit:? (\d+), (?:Used:? \d+, )?Requested",  # Groq, OpenAI: tokens in a minute, which bound one request too
+)
+# the same thing said by services that are not known yet
+LIKE_OVERFLOW = (
+    r"(?:input|prompt|context|conversation|messages?).{0,60}(?:exceed|too (?:long|large)|longer than|larger than)"
 )
 NOT_OVERFLOW = r"string too long|too many tokens, please wait|throttl"  # LiteLLM on a long id; Bedrock gateways
 QUOTA = (
     r"insufficient_quota|insufficient balance|insufficient credits?|credit balance|budget has been exceeded",
     r"exceeded your current (?:token )?quota|exceeded_current_quota|check your (?:plan and )?billing|can only afford",
-    r"requires more credits|payment required|PerDay|limit: 0\b|billing_hard_limit|account .{0,20}(?:suspended|arrears)",
+    r"requires more credits|out of (?:credits?|funds)|insufficient funds|payment required|billing_hard_limit"
+    r"|(?:usage|spend(?:ing)?) limit|quota exceeded|PerDay|limit: 0\b",
+    r"account .{0,20}(?:suspended|arrears)|arrearage|good standing|余额不足|欠费",
 )
 MINUTE_QUOTA = r"PerMinute|per minute"  # Gemini calls a rate limit by the minute a quota
-KEY = r"invalid_api_key|incorrect api key|invalid api key|authentication_error|no auth credentials|unauthorized"
+NO_WAIT_HELPS = r"PerDay|limit: 0\b"
+KEY = (
+    r"invalid_api_key|(?:incorrect|invalid|missing|no) (?:x-)?api[ -]key|api key not valid|authentication_error"
+    r"|no auth credentials|unauthorized"
+)
 NO_MODEL = (
-    r"model_not_found|model .{0,80}(?:does not exist|not found)|no such model|unknown model|not a valid model"
-    r"|pull(?:ing)? it first"
+    r"model_not_found|(?:model|deployment)s?\b.{0,80}(?:not exist|not found|not available|decommissioned)"
+    r"|(?:no such|unknown|invalid) model|not a valid model|no endpoints found for|^model: "
 )
 NO_ENDPOINT = r"page not found|unexpected endpoint|unknown (?:request )?url|no route|cannot post|^not found$|not found"
 FILTERED = r"content_filter|content management policy|content policy|safety (?:system|filter)|data_inspection_failed"
@@ -3563,7 +3596,8 @@ class ModelFault(ProviderError):
 def learned_limit(text: str) -> int | None:
     """The context window that an overflow's text names, in tokens; never a difference or an error code."""
     found = says(LIMITS, text)
-    return int(found[1]) if found and int(found[1]) >= 1024 else None
+    limit = int(next(filter(None, found.groups()))) if found else 0
+    return limit if limit >= 1024 else None
 
 
 def _is_overflow(failure: Failure, size: int) -> bool:
@@ -3574,6 +3608,8 @@ def _is_overflow(failure: Failure, size: int) -> bool:
         return int(found[2]) > int(found[1])  # waiting never helps: one request is larger than a minute's allowance
     if says(OVERFLOW, failure.text):
         return True
+    if failure.status in (400, 413, 422, 500) and says(r"token|length|context", failure.text):
+        return bool(says(LIKE_OVERFLOW, failure.text)) and not says(r"completion tokens|max_tokens", failure.text)
     return failure.status == 413 or (failure.status == 400 and not failure.text and size > 20_000)
 
 
@@ -3588,10 +3624,10 @@ def classify(failure: Failure, where: str, model: str, size: int = 0) -> Provide
     overflow, and what looks like an accident but is a fault of the request is not tried again.
     """
     text, status, said = failure.text, failure.status, failure.said.rstrip(" .")
-    asks_to_wait = failure.wait_s is not None and not says(r"PerDay|limit: 0\b", text)
+    is_rate = says(MINUTE_QUOTA, text) and not says(NO_WAIT_HELPS, text)
     if _is_overflow(failure, size):
         return ContextOverflow(f"{where}: the request is too long ({said or f'HTTP {status}'})", learned_limit(text))
-    if says(QUOTA, text) and not (says(MINUTE_QUOTA, text) and asks_to_wait):
+    if says(QUOTA, text) and not is_rate:
         return ProviderError(f"{where}: no quota or credit is left ({said}). Top it up, or choose another model.")
     if says(MODEL_FAULT, text):
         return ModelFault(f"{where} could not read what the model wrote ({said})", retryable=True)
@@ -3602,7 +3638,7 @@ def classify(failure: Failure, where: str, model: str, size: int = 0) -> Provide
     if says(NO_TOOLS, text):
         hint = "Try --api json, another model, or the server's switch for tool calls."
         return ProviderError(f"{model} on {where} does not call tools ({said}). {hint}")
-    if status in (400, 404) and says(NO_MODEL, text):
+    if status in (400, 404, 410) and says(NO_MODEL, text):
         return ProviderError(f"{where} has no model {model} ({said}). Choose another with --model or /model.")
     if status in (404, 405) or (status < 400 and says(NO_ENDPOINT, text)):
         return ProviderError(
@@ -4543,40 +4579,44 @@ def transport_errors() -> tuple[type[Exception], ...]:
     return (Failed, TimeoutError, openai.OpenAIError, httpx2.HTTPError, httpx2.InvalidURL, httpx2.StreamError, OSError)
 
 
-def failure_of(error: Exception, limit_s: float) -> Failure:
-    """What an exception of a request means, in the terms of an answer."""
+def failure_of(error: Exception, limit_s: float, has_begun: bool) -> Failure:
+    """What an exception of a request means, in the terms of an answer; `has_begun`: the answer's head had come."""
+    import httpx2
     import openai
 
     if isinstance(error, Failed):
         return error.failure
-    if isinstance(error, TimeoutError | openai.APITimeoutError):
+    is_late = isinstance(error, TimeoutError | openai.APITimeoutError)
+    if is_late and not isinstance(error.__cause__, httpx2.ConnectTimeout):
         return Failure("timeout", f"no output for {limit_s:g} s")
     if isinstance(error, openai.APIStatusError):
         text = error.response.text
-        try:
+        with contextlib.suppress(ValueError, RecursionError):
             text = json.loads(text)
-        except (ValueError, RecursionError):
-            location = error.response.headers.get("location")
-            text = f"redirected to {location}" if location else text
+        if error.response.history:  # a redirection has made a GET of our POST
+            text = f"redirected to {error.response.url}"
         return read_failure(text, error.status_code, error.response.headers)
     cause: BaseException = error
     while cause.__cause__ or cause.__context__:
         cause = cause.__cause__ or cause.__context__ or cause
     number = cause.errno or 0 if isinstance(cause, OSError) else 0  # 1 and below are TLS and name lookup
     reason = os.strerror(number) if number > 1 else re.sub(r"\[Errno -?\d+\] ", "", str(cause))
-    return Failure("no connection", one_line(reason or type(cause).__name__, 200))
+    return Failure("broke off" if has_begun else "no connection", one_line(reason or type(cause).__name__, 200))
 
 
 def explain(failure: Failure, base_url: str, model: str, size: int) -> ProviderError:
     """`classify`, and the errors that come from no server."""
     if failure.text == "timeout":
         return ProviderError(f"{base_url}: the model produced {failure.said}", True)
+    if failure.text == "broke off":
+        return ProviderError(f"{base_url}: the connection broke off ({failure.said})", True)
     if failure.text != "no connection":
         return classify(failure, base_url, model, size)
     if says(r"certificate|SSL", failure.said):
         hint = "Set SSL_CERT_FILE to the file with your organisation's certificates, or check the address."
         return ProviderError(f"no trusted connection to {base_url} ({failure.said}). {hint}")
-    return ProviderError(f"cannot reach {base_url} ({failure.said}). Is the server running?", True)
+    hint = "Check the proxy settings." if says(r"proxy", failure.said) else "Is the server running?"
+    return ProviderError(f"cannot reach {base_url} ({failure.said}). {hint}", True)
 
 
 class Exchange:
@@ -4600,8 +4640,15 @@ class Exchange:
         """Send the request and wait for the head of the response."""
         response = await interruptible(posting, interrupt, self.limit_s)
         kind = response.headers.get("content-type", "")
-        self._whole = b"" if re.search("json|html|text/plain", kind) else None
+        self._whole = b"" if re.search(r"\bjson|html|text/plain", kind) else None
         self._feed = ByteFeed(response)
+        if kind and "html" in kind and response.history:
+            raise Failed(Failure("redirected", f"redirected to {response.url}", status=404))
+
+    @property
+    def has_begun(self) -> bool:
+        """The head of the response has come."""
+        return self._feed is not None
 
     async def read(self, interrupt: asyncio.Event) -> list[Delta] | None:
         """The deltas that came next, None at the end. Raises what transport_errors lists, and Interrupted."""
@@ -4636,7 +4683,7 @@ class Exchange:
 
     def _take_whole(self, text: str) -> list[Delta]:
         """The deltas of an answer that is not streamed; a page for people means that this is no endpoint."""
-        if text.lstrip().startswith("data:"):
+        if re.match(r"\s*(?:data|event|id)?:", text):  # a stream under a wrong name
             return self._take([*self._events.feed(text.encode()), *self._events.end()])
         try:
             answer = json.loads(text)
@@ -4666,6 +4713,30 @@ class RequestEncoder:
         self._known = {id(message): (message, text) for message, text in encoded}
         rest = json.dumps({key: value for key, value in body.items() if key != name})
         return f'{rest[:-1]}, "{name}": [{", ".join(text for _, text in encoded)}]}}'.encode()
+
+
+class PrintedCallGate:
+    """Holds text back for as long as it may turn out to be a printed call, which is not for the user's eyes."""
+
+    STARTS = ("<tool", "<function", "<invoke", "<|", "<｜", "[TOOL_CALLS]", "[{", "{", "```json\n", "```tool_call\n")
+
+    def __init__(self, is_open: bool) -> None:
+        self._is_open = is_open
+        self._held = ""
+
+    def feed(self, delta: Delta) -> list[Delta]:
+        """The deltas that may be shown now."""
+        if self._is_open or not isinstance(delta, TextDelta):
+            return [delta]
+        self._held += delta.text
+        start = self._held.lstrip()
+        self._is_open = not any(start.startswith(mark) or mark.startswith(start) for mark in self.STARTS)
+        return self.release() if self._is_open else []
+
+    def release(self) -> list[Delta]:
+        """What was held back, when it was no call after all."""
+        held, self._held = self._held, ""
+        return [TextDelta(held)] if held else []
 
 
 @dataclass
@@ -4741,20 +4812,23 @@ class HttpProvider:
             client = self.connect()
             reader = wire.reader(self.source, self.adaptation)
             exchange = Exchange(reader, self._first_limit_s(), self.config.idle_timeout_s, self.trace)
+            gate = PrintedCallGate(is_open=not tools or self.source in self._native_callers)
             self.trace("request", content)
             try:
                 await exchange.open(self._post(client, wire.path, content), interrupt)
                 while (deltas := await exchange.read(interrupt)) is not None:
-                    for delta in deltas:
+                    for delta in itertools.chain.from_iterable(map(gate.feed, deltas)):
                         yield delta
-                for delta in reader.end():
+                for delta in itertools.chain.from_iterable(map(gate.feed, reader.end())):
                     yield delta
                 reply = self._checked(reader.reply())
             except transport_errors() as exc:
-                failure, reply = failure_of(exc, exchange.limit_s), None
+                failure, reply = failure_of(exc, exchange.limit_s, exchange.has_begun), None
             finally:
                 await exchange.close()
             if reply:
+                for delta in gate.release() if reply.text else ():
+                    yield delta
                 yield reply
                 return
             step = await self._after(failure, tries, body, len(content))
@@ -5255,7 +5329,7 @@ class Agent:
         try:
             tool = find_tool(call.name)
             arguments = parse_arguments(tool, call.arguments)
-            preview = await asyncio.to_thread(tool.preview, context, arguments)
+            preview = await interruptible(asyncio.to_thread(tool.preview, context, arguments), self.interrupt)
             decision = await interruptible(self.approve(tool, preview, tuple(self.sources)), self.interrupt)
             if not decision.allowed:
                 return ToolResult(f"Denied: {decision.reason}.", is_error=True)
@@ -5263,7 +5337,8 @@ class Agent:
                 await self.before_change()
             if decision.command is not None:
                 arguments["command"] = decision.command
-            result = await tool.run(dataclasses.replace(context, read_only=decision.read_only), arguments)
+            approved = dataclasses.replace(context, read_only=decision.read_only, approved=preview.subject)
+            result = await tool.run(approved, arguments)
         except ToolError as exc:
             result = ToolResult(str(exc), is_error=True)
         except Interrupted:
@@ -5539,7 +5614,7 @@ def parse_log(data: bytes) -> Log:
     for line in data.splitlines(keepends=True):
         position += len(line)
         try:
-            record = json.loads(line.strip(b"\0"))
+            record = json.loads(line.strip(b"\0 \t\r\n"))
         except (ValueError, RecursionError):
             record = None
         if not isinstance(record, dict):
@@ -6058,7 +6133,8 @@ CODE_STYLES = {
 ASCII_GLYPHS = str.maketrans(
     dict.fromkeys("┌┐└┘├┤┬┴┼┏┓┗┛┡┩╇╵╷╴╶", "+") | dict(zip("›•✗·…─━│┃▌", ">*x-.--|||", strict=True))
 )
-CODE_BATCH, CODE_HELD_BACK, CODE_CONTEXT = 40, 5, 400  # lines of a code block: printed at a time, kept, lexed again
+CODE_BATCH, CODE_HELD_BACK = 40, 5  # lines of a code block: printed at a time, kept for the next time
+CODE_CONTEXT = 1500  # lines before those that are lexed again, for exact colours
 UNPARSED_TAIL = 6_000  # characters of one unfinished block above which the preview shows its raw end
 
 
@@ -6109,10 +6185,10 @@ def highlight(code: str, language: str) -> list[Text]:
     """The lines of a piece of code, coloured; a language that is not known leaves them plain."""
     from rich.syntax import Syntax
 
-    syntax = Syntax("", language or "text", theme=_code_theme(), background_color="default")
-    lines = list(syntax.highlight(code).split("\n", allow_blank=True))
+    syntax = Syntax("", language or "text", theme=_code_theme())
+    lines = list(syntax.highlight(code).split("\n", allow_blank=True))[: code.count("\n") + 1]
     for line in lines:
-        line.no_wrap, line.end = False, "\n"
+        line.no_wrap, line.end, line.style = False, "\n", ""
     return lines
 
 
@@ -6139,7 +6215,7 @@ def _markdown_type() -> type[Markdown]:
         def render_number(
             self, console: Console, options: ConsoleOptions, number: int, last_number: int
         ) -> RenderResult:
-            return super().render_number(console, options, number, max(last_number, 10))
+            return super().render_number(console, options, number, max(number, 99))
 
     class OurMarkdown(Markdown):
         elements: ClassVar[dict[str, Any]] = {
@@ -6159,13 +6235,9 @@ def _markdown_parser() -> MarkdownIt:
 
 
 def _without_trailing_blanks(line: Line) -> Line:
-    while (
-        line and line[-1].text.isspace() and not (line[-1].style and (line[-1].style.bgcolor or line[-1].style.reverse))
-    ):
+    while line and not line[-1].text.strip(" "):
         line = line[:-1]
-    if line and line[-1].text.endswith(" ") and not (line[-1].style and line[-1].style.bgcolor):
-        line = [*line[:-1], line[-1]._replace(text=line[-1].text.rstrip(" "))]
-    return line
+    return [*line[:-1], line[-1]._replace(text=line[-1].text.rstrip(" "))] if line else []
 
 
 class Painter:

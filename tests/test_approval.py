@@ -255,6 +255,29 @@ def test_what_the_model_has_read_only_grows_until_the_next_prompt(asked: Any, wo
     conversation.close()
 
 
+def test_a_link_that_is_turned_elsewhere_after_the_decision_is_not_followed(
+    server: Serve, workspace: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "victim").write_text("CANARY")
+    (workspace / "real").write_text("inside")
+    (workspace / "link").symlink_to("real")
+    fake = server(call("write_to_file", path="link", content="x"), call("read_from_file", path="link"), text("ok"))
+    conversation = Conversation(fake.base_url, workspace)
+
+    async def turn_it(tool: agent.Tool, preview: agent.Preview, sources: Any) -> agent.Decision:
+        (workspace / "link").unlink()
+        (workspace / "link").symlink_to(tmp_path / "victim" if tool.name == "write_to_file" else "real")
+        return agent.ALLOWED
+
+    conversation.runtime.agent.approve = turn_it
+    conversation.send("go")
+    assert [end.result.is_error for end in conversation.of(agent.ToolEnd)] == [True, True]
+    assert "was not approved" in conversation.of(agent.ToolEnd)[0].result.content
+    assert (tmp_path / "victim").read_text() == "CANARY"
+    assert (workspace / "real").read_text() == "inside"
+    conversation.close()
+
+
 def test_grants_are_listed_and_revoked(asked: Any) -> None:
     conversation, _ = asked([call("run_shell_command", command="make \x1b[2K"), text("ok")], agent.Answer("always"))
     conversation.send("go")

@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fake_replies import Json, Raw, call, calls, error, forever, hang, holds, raw, raw_call, text, thinking
@@ -241,6 +242,81 @@ LINES = [
 def test_error_lines(status: int, said: str, line: str) -> None:
     body = {"error": {"message": said}} if said and not said.startswith("404 page") else said
     assert str(agent.classify(agent.read_failure(body, status, {}), "here", "m")) == line
+
+
+OVERFLOWS = [
+    (429, "Request too large for gpt-4o on tokens per min (TPM): Limit 30000, Requested 45000.", 30_000),
+    (413, "Request too large for model `x` on tokens per minute (TPM): Limit 6000, Requested 7000", 6000),
+    (429, "Rate limit reached on tokens per minute (TPM): Limit 6000, Used 10, Requested 7000", 6000),
+    (402, "Prompt tokens limit exceeded: 15000 > 14000. To increase, add credits.", 14_000),
+    (400, "This model's maximum prompt length is 131072 but the request contains 200000 tokens.", 131_072),
+    (200, "Trying to keep the first 5000 tokens when context the overflows. The model is loaded with context length of"
+     " only 4096 tokens", 4096),
+    (400, "Your request exceeded model token limit: 8192 (requested: 9000)", 8192),
+    (400, "invalid params, context window exceeds limit (2013)", None),
+    (422, "Input validation error: inputs must have less than 8192 tokens. Given: 9000", 8192),
+    (400, "too many tokens: total number of tokens in the prompt cannot exceed 4081 - received 5000", 4081),
+    (400, "The decoder prompt (length 40001) is longer than the maximum model length of 32768.", 32_768),
+    (400, "Requested input length 40000 exceeds maximum input length 32768", 32_768),
+    (400, "Input tokens exceed the configured limit of 272,000 tokens.", 272_000),
+    (400, "The conversation has grown larger than the number of tokens that fit", None),
+    (500, "Your prompt of 9000 tokens exceeds what this server allows", None),
+    (400, {"error": {"message": "x", "metadata": {"raw": '{"error": {"message": "prompt is too long"}}'}}}, None),
+]  # fmt: skip
+NO_OVERFLOWS = [
+    (429, "Rate limit reached on tokens per minute (TPM): Limit 6000, Used 5990, Requested 20. Please try again in 9s"),
+    (429, "Too many tokens, please wait before trying again."),
+    (400, "litellm.ContextWindowExceededError: Invalid 'id': string too long. Expected maximum length 40"),
+    (400, "max_tokens is too large: 20000. This model supports at most 16384 completion tokens"),
+    (401, "Invalid token: it is longer than expected"),
+]
+KINDS = [  # status, text, what the line begins with, whether a later try may help
+    (400, "API key not valid. Please pass a valid API key.", "here refused the key", False),
+    (404, "models/foo is not found for API version v1main", "here has no model m", False),
+    (404, "No endpoints found for foo/bar.", "here has no model m", False),
+    (404, "No endpoints found that support tool use", "m on here does not call tools", False),
+    (400, "The model `x` has been decommissioned", "here has no model m", False),
+    (404, "The API deployment for this resource does not exist", "here has no model m", False),
+    (429, "Quota exceeded for metric: requests per minute", "here limits the rate", True),
+    (429, "You have run out of credits", "here: no quota", False),
+    (400, "Access denied, please make sure your account is in good standing. Arrearage", "here: no quota", False),
+    (400, "Your credit balance is too low", "here: no quota", False),
+    (400, "The engine is currently overloaded, please try again later", "here is not able to answer now", True),
+    (500, "Jinja Exception: roles must alternate", "here refused the request", False),
+    (500, "litellm.BadRequestError: no", "here refused the request", False),
+    (500, "Internal server error", "here is not able to answer now", True),
+    (529, "Overloaded", "here is not able to answer now", True),
+    (403, "<html><title>Just a moment...</title>", "here refused access (Just a moment)", False),
+]
+
+
+@pytest.mark.parametrize(("status", "said", "limit"), OVERFLOWS)
+def test_an_overflow_is_known_by_its_text(status: int, said: Any, limit: int | None) -> None:
+    body = {"error": said} if isinstance(said, str) else said
+    error = agent.classify(agent.read_failure(body, status, {}), "here", "m")
+    assert isinstance(error, agent.ContextOverflow)
+    assert error.limit == limit
+
+
+@pytest.mark.parametrize(("status", "said"), NO_OVERFLOWS)
+def test_what_only_looks_like_an_overflow_is_none(status: int, said: str) -> None:
+    error = agent.classify(agent.read_failure({"error": said}, status, {}), "here", "m")
+    assert not isinstance(error, agent.ContextOverflow)
+
+
+@pytest.mark.parametrize(("status", "said", "line", "retryable"), KINDS)
+def test_failures_of_services_are_told_apart(status: int, said: str, line: str, retryable: bool) -> None:
+    body = said if said.startswith("<") else {"error": {"message": said}}
+    error = agent.classify(agent.read_failure(body, status, {}), "here", "m")
+    assert str(error).startswith(line)
+    assert error.retryable is retryable
+
+
+def test_a_printed_call_is_not_shown(server: Serve, converse: Converse) -> None:
+    conversation = converse(server(text('<tool_call>{"name": "list_files", "arguments": {}}</tool_call>'), text("{1}")))
+    conversation.send("go")
+    assert "".join(each.text for each in conversation.of(agent.TextDelta)) == "{1}"
+    assert len(conversation.of(agent.ToolEnd)) == 1
 
 
 def test_a_failure_to_connect_is_told_with_its_cause(server: Serve, converse: Converse) -> None:

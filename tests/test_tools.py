@@ -31,16 +31,16 @@ class Tools:
     def __init__(self, workspace: Path, scratch: Path | None = None, home: Path | None = None) -> None:
         self.config = agent.load_config({}, dict(os.environ), workspace)
         self.workspace = agent.Workspace(workspace, scratch, home)
-        self.context = agent.ToolContext(self.config, self.workspace, None, asyncio.Event())
 
     def __call__(self, name: str, **arguments: Any) -> agent.ToolResult:
         async def run() -> agent.ToolResult:
+            context = agent.ToolContext(self.config, self.workspace, None, asyncio.Event())
             try:
-                return await agent.find_tool(name).run(self.context, arguments)
+                return await agent.find_tool(name).run(context, arguments)
             except agent.ToolError as exc:
                 return agent.ToolResult(str(exc), is_error=True)
             finally:
-                await self.context.jobs.close()
+                await context.jobs.close()
 
         return asyncio.run(run())
 
@@ -354,6 +354,7 @@ def test_a_path_below_tmp_is_the_commands_own(workspace: Path, tmp_path: Path) -
     assert tools.list(directory="/tmp") == ["a/"]
     (scratch / "out").symlink_to("/etc")
     assert tools.workspace.locate("/tmp/out/passwd").zone == "outside"
+    assert "was not approved" in tools.read("/tmp/out/passwd")
     assert tools.workspace.locate(str(workspace / "x")).zone == "workspace"  # it may lie below /tmp itself
 
 
