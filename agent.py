@@ -2052,6 +2052,7 @@ def probe_sandbox(workspace: Workspace, state_dir: Path, search_path: str) -> tu
 # there is no /proc, whatever left its process group.
 
 HEAD_BYTES, TAIL_BYTES = 8_000, 24_000  # of a command's output: what the model is shown
+PIPE_BYTES = 1 << 18  # between a command and us: four times the usual, so that a flood takes a quarter of the turns
 SPOOL_BYTES, OUTPUT_LIMIT = 64 << 20, 1 << 30  # what is kept on disk; where the command is stopped
 MAX_TIMEOUT_S = 600
 DRAIN_S = 0.5  # how long to read on after the shell has exited: what it started may hold the pipe open for ever
@@ -2094,7 +2095,7 @@ class CommandOutput:
         room = HEAD_BYTES - len(self.head)
         if room > 0:
             self.head, data = self.head + data[:room], data[room:]
-        self.tail = (self.tail + data)[-TAIL_BYTES:]
+        self.tail = (self.tail + data[-TAIL_BYTES:])[-TAIL_BYTES:]
 
     def overrun(self) -> str:
         """Why the command has to be stopped, "" as long as it does not."""
@@ -2201,6 +2202,9 @@ class Job:
         self._eof = asyncio.Event()
         self._pipe, writing = os.pipe()  # our own: a file object's end of file may come long after the exit
         os.set_blocking(self._pipe, False)
+        if hasattr(fcntl, "F_SETPIPE_SZ"):
+            with contextlib.suppress(OSError):  # the user's pipes may have used up what the system allows
+                fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
         try:
             self.process = subprocess.Popen(
                 argv, cwd=cwd, env={**environ, "AGENT_CALL": self._tag}, stdin=subprocess.DEVNULL, stdout=writing,
@@ -2232,7 +2236,7 @@ class Job:
 
     def _read(self) -> None:
         try:
-            data = os.read(self._pipe, 1 << 16)
+            data = os.read(self._pipe, PIPE_BYTES)
         except BlockingIOError:
             return
         if not data:
@@ -2241,7 +2245,7 @@ class Job:
         self.output.add(data)
         if not self._unseen:  # at most ten updates a second, and of a flood only its end
             self._loop.call_later(0.1, self._show)
-        self._unseen = (self._unseen + data)[-4096:]
+        self._unseen = (self._unseen + data[-4096:])[-4096:]
 
     def _show(self) -> None:
         data, self._unseen = self._unseen, b""
