@@ -3883,7 +3883,9 @@ def _text_of(value: Any) -> str:
     """A content as text: a string, or a list of parts of which only texts and refusals count."""
     if isinstance(value, str):
         return value
-    parts = value if isinstance(value, list) else []
+    if not isinstance(value, list):
+        return ""
+    parts: list[Any] = value
     return "".join(_text_of(p.get("text") or p.get("refusal")) if isinstance(p, dict) else _text_of(p) for p in parts)
 
 
@@ -3920,11 +3922,17 @@ class ThoughtFilter:
 
     def __init__(self, thinks_first: bool = False) -> None:
         self.thinks_first = thinks_first
-        self.answer = ""
+        self._said: list[str] = []  # pieces: to join them each time would take longer the longer the answer is
+        self._tail = ""  # the end of what was said
         self._held = ""  # not decided yet: the beginning, or what may be the start of the end tag
         self._end = THINK_TAGS[0][1] if thinks_first else ""  # the tag that ends the thinking we are in
         self._begun = False
         self._thought = ""
+
+    @property
+    def answer(self) -> str:
+        """The answer so far."""
+        return "".join(self._said)
 
     def feed(self, text: str) -> list[Delta]:
         """The deltas that this piece of text completes."""
@@ -3954,12 +3962,13 @@ class ThoughtFilter:
     def _say(self) -> list[Delta]:
         text, self._held = self._held, ""
         deltas: list[Delta] = []
-        ends = not self.thinks_first and "</think>" in self.answer[-8:] + text
+        ends = not self.thinks_first and "</think>" in self._tail + text
         if ends and (found := LONE_END.search(self.answer + text)):
-            so_far, self.answer, self.thinks_first = self.answer, "", True
+            so_far, self._said, self.thinks_first = self.answer, [], True
             thought, text = (so_far + text)[len(so_far) : found.start()], (so_far + text)[found.end() :].lstrip("\n")
             deltas += [ThinkingDelta(thought)] if thought else []
-        self.answer += text
+        self._said.append(text)
+        self._tail = (self._tail + text)[-8:]
         return [*deltas, TextDelta(text)] if text else deltas
 
     def finish(self) -> list[Delta]:
@@ -4153,8 +4162,8 @@ class ChatReader:
             if isinstance(part, dict) and "thinking" in part:  # Mistral's parts
                 if thought := _text_of(part["thinking"]):
                     deltas.append(ThinkingDelta(thought))
-            else:
-                deltas += self._filter.feed(_text_of([part]))
+            elif text := part if isinstance(part, str) else _text_of([part]):
+                deltas += self._filter.feed(text)
         return deltas
 
     def end(self) -> list[Delta]:
@@ -4623,6 +4632,19 @@ def explain(failure: Failure, base_url: str, model: str, size: int) -> ProviderE
     return ProviderError(f"cannot reach {base_url} ({failure.said}). {hint}", True)
 
 
+def joined(deltas: Sequence[Delta]) -> list[Delta]:
+    """The deltas with neighbouring pieces of the answer, or of the thinking, as one: what came at once is one event."""
+    result: list[Delta] = []
+    for kind, run in itertools.groupby(deltas, type):
+        same = list(run)
+        text = "".join(delta.text for delta in same if isinstance(delta, TextDelta | ThinkingDelta))
+        if not text:
+            result += same
+        else:
+            result.append(TextDelta(text) if kind is TextDelta else ThinkingDelta(text))
+    return result
+
+
 class Exchange:
     """One request on its way: `open`, then `read` until it gives None, then `close`."""
 
@@ -4673,7 +4695,7 @@ class Exchange:
         return [] if data else self._take_whole(self._whole.decode("utf-8", "replace"))
 
     def _take(self, events: list[str]) -> list[Delta]:
-        deltas = [delta for data in events for delta in self.reader.feed(decode_event(data))]
+        deltas = joined([delta for data in events for delta in self.reader.feed(decode_event(data))])
         if events:
             self._last_event = time.monotonic()
         elif time.monotonic() - self._last_event > SILENT_THINKING_S:
@@ -5129,7 +5151,7 @@ class Agent:
         self.sources.clear()
         self.usage = Usage()
         self.steps = 0
-        self._partial = ""  # text of a reply that is still being streamed
+        self._partial: list[str] = []  # text of a reply that is still being streamed
         self._unusable_replies = 0
         self._compacted_for_overflow = False
         self._last_call: tuple[str, str, str] | None = None
@@ -5213,8 +5235,8 @@ class Agent:
                     break
         except Interrupted:
             reason = "interrupted"
-            if self._partial.strip():
-                yield self._add(assistant_message(self._partial))
+            if (partial := "".join(self._partial)).strip():
+                yield self._add(assistant_message(partial))
         except NoProgress as exc:
             failure = exc
         except ProviderError as exc:
@@ -5273,9 +5295,9 @@ class Agent:
     def _streamed(self, item: Delta) -> Delta:
         """Keep what was streamed, in case the reply is never completed."""
         if isinstance(item, TextDelta):
-            self._partial += item.text
+            self._partial.append(item.text)
         elif isinstance(item, Retry):
-            self._partial = ""
+            self._partial.clear()
         return item
 
     def _received(self, item: Reply | None) -> Reply:
@@ -5285,7 +5307,7 @@ class Agent:
         into a form that can be sent back, and becomes the reply's problem.
         """
         assert item is not None
-        self._partial = ""
+        self._partial.clear()
         self._compacted_for_overflow = False
         self.usage += item.usage or Usage()
         calls, problem = settled_calls(item.tool_calls)
