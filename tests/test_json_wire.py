@@ -1,0 +1,290 @@
+"""The JSON wire: replies bound to a schema, files asked for as code blocks, the next step read off the transcript."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_replies import call, text, verbatim
+from fake_server import FakeServer
+from harness import Conversation
+
+import agent
+
+PREFILL = "ends-on-assistant"  # the answer is begun for the model: ```python
+Message = dict[str, Any]
+
+
+def fence(content: str) -> Any:
+    """How a model goes on after an opened code block."""
+    return verbatim(f"{content}```")
+
+
+def course(*messages: Message) -> agent.Course:
+    """The course of the work after these messages."""
+    taken = agent.Course()
+    answers = {message["tool_call_id"]: message for message in messages if message["role"] == "tool"}
+    for message in messages:
+        taken.take(message, answers)
+    return taken
+
+
+def done(tool: str, result: str, /, **arguments: str) -> list[Message]:
+    """A call and its result, as the transcript has them."""
+    wanted = agent.ToolCall(f"id{abs(hash((tool, result, str(arguments))))}", tool, json.dumps(arguments))
+    return [agent.assistant_message("thought", [wanted]), agent.tool_message(wanted, agent.ToolResult(result))]
+
+
+def wrote(path: str, content: str = "x\n") -> list[Message]:
+    return done("write_to_file", f"File written: {path}, 1 lines.", path=path, content=content)
+
+
+def ran(status: int, output: str = "") -> list[Message]:
+    return done("run_shell_command", f"{output}\n[exit code {status}, 0.1 s]", command="python3 -m unittest -v")
+
+
+def choices(taken: agent.Course) -> dict[str, Any]:
+    """What the next reply may be: tool name (or "answer") -> the schemas of its arguments."""
+    shapes = [shape["properties"] for shape in taken.schema()["anyOf"]]
+    return {
+        shape["tool"]["const"] if "tool" in shape else "answer": shape.get("arguments", {}).get("properties", {})
+        for shape in shapes
+    }
+
+
+PLAN_PROMPT = agent.user_message("Read spec.txt and write a plan to plan.txt. Do not write code yet.")
+GO_AHEAD = agent.user_message("go ahead")
+SPEC = "Write calc.py with a function double, and test_calc.py with its tests."
+PLANNED = [
+    PLAN_PROMPT,
+    *done("read_from_file", SPEC, path="spec.txt"),
+    *wrote("plan.txt", "1. calc.py\n2. test_calc.py\n"),
+    agent.assistant_message("The plan is written."),
+]
+LISTED = done("list_files", "plan.txt\nspec.txt", directory=".")
+
+
+# --- What may come next ------------------------------------------------------------
+
+
+def test_a_plan_turn_can_write_nothing_but_the_plan() -> None:
+    taken = course(PLAN_PROMPT)
+    assert "write_to_file" not in choices(taken), "it looks first"
+    assert "run_shell_command" not in choices(taken)
+    taken = course(*PLANNED[:3])
+    assert choices(taken)["write_to_file"] == {"path": {"const": "plan.txt"}}
+    assert choices(course(*PLANNED[:5])) == {"answer": {}}
+
+
+def test_go_ahead_writes_what_the_plan_names_and_does_not_touch_the_plan() -> None:
+    taken = course(*PLANNED, GO_AHEAD)
+    assert list(choices(taken)) == ["list_files"], "a file that is there already must not be written anew"
+    taken = course(*PLANNED, GO_AHEAD, *LISTED)
+    assert choices(taken) == {"write_to_file": {"path": {"type": "string", "enum": ["calc.py", "test_calc.py"]}}}
+    taken = course(*PLANNED, GO_AHEAD, *done("list_files", "calc.py\nplan.txt\nspec.txt", directory="."))
+    assert choices(taken)["write_to_file"]["path"]["enum"] == ["test_calc.py"]
+
+
+def test_what_was_written_is_run_before_it_is_praised() -> None:
+    written = [*PLANNED, GO_AHEAD, *LISTED, *wrote("calc.py"), *wrote("test_calc.py")]
+    assert list(choices(course(*written))) == ["run_shell_command"]
+    assert "python3 -m unittest -v" in course(*written).sent[-1]["content"]
+    assert choices(course(*written, *ran(0))) == {"answer": {}}
+
+
+def test_a_failure_is_mended_in_the_likeliest_file_and_after_two_tries_in_the_next() -> None:
+    written = [*PLANNED, GO_AHEAD, *LISTED, *wrote("calc.py"), *wrote("test_calc.py")]
+    failure = ran(1, "AssertionError: 3 != 4")
+    suspects = []
+    for attempt in range(4):
+        written += failure
+        suspects += choices(course(*written))["write_to_file"]["path"]["enum"]
+        written += wrote(suspects[-1], f"attempt {attempt}\n")
+    assert suspects == ["calc.py", "calc.py", "test_calc.py", "test_calc.py"]
+
+
+@pytest.mark.parametrize(
+    ("output", "suspect"),
+    [
+        ('  File "/w/test_calc.py", line 3, in <module>\nImportError: cannot import name', "test_calc.py"),
+        ('  File "/w/test_calc.py", line 3\n  File "/w/calc.py", line 9\nSyntaxError: invalid syntax', "calc.py"),
+        ('  File "/w/test_calc.py", line 3, in test\nAssertionError: 1 != 2', "calc.py"),
+        ("Ran 0 tests in 0.000s\n\nOK", "test_calc.py"),
+    ],
+)
+def test_the_output_tells_which_file_is_to_blame(output: str, suspect: str) -> None:
+    status = 0 if "OK" in output else 1
+    taken = course(*PLANNED, GO_AHEAD, *LISTED, *wrote("calc.py"), *wrote("test_calc.py"), *ran(status, output))
+    assert choices(taken)["write_to_file"]["path"]["enum"] == [suspect]
+    assert "answer" not in choices(taken)
+
+
+def test_it_may_give_up_in_the_end_and_tries_other_ways_before() -> None:
+    written = [*PLANNED, GO_AHEAD, *LISTED, *wrote("calc.py"), *wrote("test_calc.py")]
+    temperatures = []
+    for attempt in range(agent.MAX_MENDS + 1):
+        written += [*ran(1, f"AssertionError {attempt}"), *wrote("calc.py", f"{attempt}\n")]
+        temperatures.append(course(*written).temperature)
+    assert temperatures == sorted(temperatures) and temperatures[0] < temperatures[-1] == agent.WARMEST
+    assert "answer" in choices(course(*written, *ran(1)))
+
+
+def test_a_search_that_finds_nothing_is_no_failure_to_mend() -> None:
+    taken = course(agent.user_message("Rename foo to bar in all files."), *ran(1, ""))
+    assert {"write_to_file", "run_shell_command"} <= set(choices(taken))
+
+
+def test_work_needs_more_than_words() -> None:
+    prompt = agent.user_message("Fix the bug in calc.py.")
+    assert "answer" not in choices(course(prompt))
+    looked = [prompt, *done("read_from_file", "def double(x): return x * 3", path="calc.py")]
+    assert "answer" not in choices(course(*looked))
+    assert "Nothing has been changed yet" in course(*looked).sent[-1]["content"]
+    assert "answer" in choices(course(*looked, *wrote("calc.py"), *ran(0)))
+
+
+def test_the_same_file_is_not_read_twice() -> None:
+    prompt = agent.user_message("Fix the bug in calc.py.")
+    assert choices(course(prompt))["read_from_file"]["path"]["enum"] == ["calc.py"]
+    taken = course(prompt, *done("read_from_file", "x", path="calc.py"))
+    assert "read_from_file" not in choices(taken)
+    taken = course(prompt, *done("list_files", "calc.py\nlib/\nz.py", directory="."))
+    assert choices(taken)["read_from_file"]["path"]["enum"] == ["calc.py", "z.py"]
+    assert choices(taken)["list_files"]["directory"]["enum"] == [".", "lib"]
+
+
+@pytest.mark.parametrize("prompt", ["What was done here so far?", "Hello there", "Explain calc.py to me."])
+def test_a_question_can_be_answered_at_once_and_changes_nothing(prompt: str) -> None:
+    taken = course(agent.user_message(prompt))
+    assert "answer" in choices(taken)
+    assert "write_to_file" not in choices(taken)
+
+
+# --- What is sent ------------------------------------------------------------
+
+
+def test_what_was_sent_is_never_sent_otherwise() -> None:
+    """Each request extends the one before: a server's prefix cache holds."""
+    log = [
+        agent.system_message("Be brief."), *PLANNED, GO_AHEAD, *LISTED, *wrote("calc.py", "def double():\n"),
+        *ran(1, "SyntaxError"), *wrote("calc.py"), *ran(0), agent.assistant_message("Done."),
+        agent.user_message("What was done?"), *done("list_files", "calc.py", directory="."),
+    ]  # fmt: skip
+    before: list[Message] = []
+    for end in range(1, len(log) + 1):
+        if log[end - 1]["role"] == "assistant" and log[end - 1].get("tool_calls"):
+            continue  # no request is sent before the result is there
+        sent = course(*log[:end]).sent
+        assert sent[: len(before)] == before
+        before = sent
+    assert [message["role"] for message in before] == [
+        "system",
+        *["user", "assistant"] * (len(before) // 2 - 1),
+        "user",
+    ]
+    assert "".join(message["content"] for message in before).count(agent.GUIDE) == 1
+
+
+def test_a_calls_json_is_what_the_schema_made_the_model_write() -> None:
+    sent = course(agent.user_message("Say hi."), *done("read_from_file", "hi", path="ä.txt")).sent
+    assert sent[1]["content"] == '{"thought":"thought","tool":"read_from_file","arguments":{"path":"ä.txt"}}'
+
+
+@pytest.mark.parametrize(
+    ("answer", "path", "content"),
+    [
+        ("x = 1\n```", "a.py", "x = 1\n"),
+        ("x = 1", "a.py", "x = 1\n"),
+        ("```python\nx = 1\n```\nThat is all.", "a.py", "x = 1\n"),
+        ("x = 1\n```\nRun it:\n```sh\npython a.py\n```", "a.py", "x = 1\n"),
+        ("# Title\n```sh\nls\n```\nEnd.\n```", "a.md", "# Title\n```sh\nls\n```\nEnd.\n"),
+        ("s = '''\n  ```\n'''\n```", "a.py", "s = '''\n  ```\n'''\n"),
+        ("```", "a.py", ""),
+    ],
+)
+def test_the_code_block_is_found(answer: str, path: str, content: str) -> None:
+    assert agent.code_block(answer, path) == content
+
+
+# --- Whole turns over HTTP ------------------------------------------------------------
+
+Server = Callable[..., FakeServer]
+Converse = Callable[..., Conversation]
+
+
+def bound(fake: FakeServer) -> Sequence[bool]:
+    """Which requests asked for a reply bound to a schema."""
+    return ["response_format" in request.body for request in fake.requests]
+
+
+def test_a_file_is_asked_for_as_a_code_block(server: Server, converse: Converse, workspace: Path) -> None:
+    code = 'print("quotes \\" and {braces}")\n'
+    fake = server(
+        call("write_to_file", path="hello.py"),
+        fence(code),
+        call("run_shell_command", command="python3 hello.py"),
+        text("It prints."),
+        allow=[PREFILL],
+    )
+    conversation = converse(fake, api="json")
+    end = conversation.send("Write hello.py and run it.")
+    assert end.reason == "done" and end.steps == 3
+    assert (workspace / "hello.py").read_text() == code
+    assert bound(fake) == [True, False, True, True]
+    assert fake.requests[1].body["messages"][-1] == {"role": "assistant", "content": "```python\n"}
+    assert not any("tools" in request.body for request in fake.requests)
+    assert agent.message_text(conversation.messages[-1]) == "It prints."
+    written = agent.message_calls(conversation.messages[1])[0]
+    assert json.loads(written.arguments) == {"path": "hello.py", "content": code}
+    assert conversation.folded.messages == conversation.messages
+    assert end.usage.output > 0
+    assert [delta.text for delta in conversation.of(agent.TextDelta)][-1] == "It prints."
+    assert "".join(delta.text for delta in conversation.of(agent.ThinkingDelta)) == f"{code}```"
+
+
+def test_each_request_extends_the_one_before(server: Server, converse: Converse, workspace: Path) -> None:
+    (workspace / "a.py").write_text("x = 1\n")
+    fake = server(
+        call("read_from_file", path="a.py"), call("write_to_file", path="a.py"), fence("x = 2\n"),
+        call("run_shell_command", command="python3 a.py"), text("Done."), text("x is 2."),
+        allow=[PREFILL],
+    )  # fmt: skip
+    conversation = converse(fake, api="json")
+    conversation.send("Change x to 2 in a.py.")
+    conversation.send("What is x?")
+    sent = [request.body["messages"] for request in fake.requests]
+    for earlier, later in itertools.pairwise(sent):
+        head = earlier[:-1] if earlier[-1]["role"] == "assistant" else earlier
+        assert later[: len(head)] == head
+        if earlier[-1]["role"] == "assistant":
+            assert later[len(head)]["content"].startswith(earlier[-1]["content"])
+
+
+def test_a_server_that_refuses_tools_is_asked_on_the_json_wire(server: Server, converse: Converse) -> None:
+    from fake_replies import error
+
+    fake = server(error(400, {"error": {"message": "tiny does not support tools"}}), text("Hello."))
+    conversation = converse(fake)
+    assert conversation.send("hello there").reason == "done"
+    assert bound(fake) == [False, True]
+
+
+def test_a_reply_that_is_no_json_is_the_answer(server: Server, converse: Converse) -> None:
+    conversation = converse(server(verbatim("Just words.")), api="json")
+    assert conversation.send("hello there").reason == "done"
+    assert agent.message_text(conversation.messages[-1]) == "Just words."
+
+
+def test_a_summary_is_asked_for_in_plain_words(server: Server, converse: Converse) -> None:
+    fake = server(text("One."), text("Two."), verbatim("<summary>They talked.</summary>"), text("Three."))
+    conversation = converse(fake, api="json")
+    conversation.send("hello there")
+    conversation.send("hello again")
+    conversation.command("/compact")
+    assert bound(fake) == [True, True, False]
+    assert conversation.send("and once more").reason == "done"
+    assert "They talked." in str(fake.last.body["messages"])
