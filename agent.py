@@ -8845,8 +8845,8 @@ class Repl:
         self.renderer.poll()
         phase = int(time.monotonic() * 5) if self.conversation.working and not self.asking else 0
         asking = self.asking and (self.asking.armed, self.asking.writing)
-        return (self.renderer.version, phase, self.conversation.working, asking, self.screen.columns, self.screen.rows,
-                len(self.runtime.agent.pending), self.toolbar.note)  # fmt: skip
+        return (self.renderer.version, phase, self._started_at, self.conversation.working, asking,
+                self.screen.columns, self.screen.rows, len(self.runtime.agent.pending), self.toolbar.note)  # fmt: skip
 
     def _fit_painter(self) -> None:
         self.painter.width = max(8, self.screen.columns - 1)
