@@ -100,7 +100,9 @@ class EarlyPrompt:
         os._exit(130)
 
 
-_early_prompt = EarlyPrompt(sys.argv[1:], os.environ) if __name__ == "__main__" else None
+# Only where this file is the program: as a script, with -m, or as the installed command `agent`.
+_is_program = __name__ == "__main__" or os.path.basename(sys.argv[0] if sys.argv else "") == "agent"
+_early_prompt = EarlyPrompt(sys.argv[1:], os.environ) if _is_program else None
 
 import argparse
 import ast
@@ -9652,8 +9654,9 @@ def main(
     return status
 
 
-def leave(status: int) -> None:
-    """End the process at once: everything is closed, and the interpreter's own clean-up takes longer than a start."""
+def program() -> None:
+    """Run `main`, then end at once: all is closed, and the interpreter's own clean-up takes a tenth of a second."""
+    status = main(early=_early_prompt)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
@@ -9661,4 +9664,4 @@ def leave(status: int) -> None:
 
 
 if __name__ == "__main__":
-    leave(main(early=_early_prompt))
+    program()

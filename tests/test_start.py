@@ -85,6 +85,23 @@ def test_enter_typed_before_anything_runs_is_kept_too(server: Serve, workspace: 
     assert fake.last.messages[-1]["content"] == "hello"
 
 
+def test_the_installed_command_does_the_same(server: Serve, workspace: Path) -> None:
+    fake = server(text("Hello."))
+    program = "import sys; sys.argv[0] = '/somewhere/bin/agent'; import agent; agent.program()"
+    terminal = Terminal(
+        [sys.executable, "-c", program, "--start_dir", str(workspace)],
+        env={**os.environ, **fake.env, "PYTHONPATH": str(AGENT.parent)},
+    )
+    try:
+        terminal.send("hello\r")
+        terminal.wait_for(r"Hello\.")
+        terminal.send("/exit\r")
+        assert terminal.wait_exit() == 0
+    finally:
+        terminal.close()
+    assert fake.last.messages[-1]["content"] == "hello"
+
+
 def test_keys_without_enter_wait_in_the_line(server: Serve, held: Callable[..., Held]) -> None:
     fake = server(text("Hello."))
     program = held(fake.env)

@@ -85,8 +85,12 @@ class Figure:
 
 FIGURES = {
     "paint": Figure("exec to visible prompt", "ms", "<= 50 ms", lambda v, f: v <= 50),
+    "paint_module": Figure("the same with -m, compiled before", "ms", "<= 50 ms", lambda v, f: v <= 50),
     "keys": Figure("keys and Enter typed at once: exec to request", "ms", "kept", lambda v, f: v > 0),
     "editor": Figure("exec to live editor", "ms", "<= 1.4 x prompt", lambda v, f: v <= 1.4 * f["prompt"]),
+    "editor_module": Figure(
+        "the same with -m, compiled before", "ms", "<= 1.4 x prompt", lambda v, f: v <= 1.4 * f["prompt"]
+    ),
     "enter": Figure("Enter to first request", "ms", "<= 30 ms", lambda v, f: v <= 30),
     "headless": Figure("headless, exec to request", "ms", "<= 1.25 x SDK", lambda v, f: v <= 1.25 * f["SDK"]),
     "headless_end": Figure("headless, answer to exit", "ms", "", None),
@@ -347,8 +351,12 @@ def gaps_ms(seen: Sequence[dict[str, float]]) -> list[float]:
 @row
 def paint_row(bench: Bench) -> list[Sample]:
     """From exec to a visible prompt, and to a live editor; nothing that is typed meanwhile is lost."""
-    python = [sys.executable, "-c", "print('> ', end='', flush=True); input()"]
+    show = "print('> ', end='', flush=True); input()"
+    python = [sys.executable, "-c", show]
+    compiled = [sys.executable, "-c", f"compile(open({str(bench.agent)!r}).read(), 'agent.py', 'exec'); {show}"]
     home = Home(bench)
+    home.env |= {"PYTHONPATH": str(bench.agent.parent), "PYTHONPYCACHEPREFIX": str(bench.folder / "pycache")}
+    module = [sys.executable, "-m", bench.agent.stem, *home.agent[2:]]
 
     def drawn_ms(argv: list[str]) -> float:
         with terminal(argv, home) as program:
@@ -361,8 +369,10 @@ def paint_row(bench: Bench) -> list[Sample]:
 
     bare = home.floor_argv("prompt")
     return [
-        Sample("paint", drawn_ms(home.agent), {"python": drawn_ms(python), "prompt": drawn_ms(bare)}),
+        Sample("paint", drawn_ms(home.agent), {"python": drawn_ms(python), "compiling": drawn_ms(compiled)}),
+        Sample("paint_module", drawn_ms(module), {"python": drawn_ms(python)}),
         Sample("editor", echoed_ms(home.agent), {"prompt": echoed_ms(bare)}),
+        Sample("editor_module", echoed_ms(module), {"prompt": echoed_ms(bare)}),
     ]
 
 
