@@ -48,7 +48,6 @@ import fcntl
 import fnmatch
 import functools
 import hashlib
-import itertools
 import importlib.util
 import io
 import itertools
