@@ -48,7 +48,6 @@ import fcntl
 import fnmatch
 import functools
 import hashlib
-import itertools
 import importlib.util
 import io
 import itertools
@@ -84,6 +83,7 @@ if TYPE_CHECKING:
     from prompt_toolkit.application import Application
     from prompt_toolkit.buffer import Buffer
     from prompt_toolkit.completion import CompleteEvent, Completer, Completion
+    from prompt_toolkit.data_structures import Size
     from prompt_toolkit.document import Document
     from prompt_toolkit.formatted_text import StyleAndTextTuples
     from prompt_toolkit.input import Input
@@ -3624,6 +3624,7 @@ FIXES = (
     ("no_strict", "", r"\bstrict\b", "tools are sent without `strict`"),
     ("no_tool_name", "chat", r"messages.{0,20}\bname\b.{0,40}(?:not permitted|unrecognized|unknown|unsupported)",
      "tool results are sent without the tool's name"),
+    ("json_guess", "chat", r"^printed_call:", "this model's replies are bound to a schema from now on"),
     ("v1", "", r"page not found|unexpected endpoint|^not found$|cannot post", "/v1 is added to the base URL"),
 )  # fmt: skip
 FIXED = frozenset({"model", "messages", "input", "instructions", "tools"})  # never dropped from a request
@@ -3657,16 +3658,17 @@ def adapt(
         return dataclasses.replace(adaptation, max_tokens=room), f"replies are limited to {room} tokens"
     for flag, only, pattern, what in FIXES:
         fits = (not only or only == wire) and flag not in adaptation.flags and says(pattern, failure.text)
-        if not fits or (flag in WIRES and flag not in wires) or (flag == "v1" and has_v1):
+        switch = flag.removesuffix("_guess")
+        is_useless = switch in WIRES and (switch not in wires or f"no_{switch}" in adaptation.flags)
+        if not fits or is_useless or (flag == "v1" and has_v1):
             continue
         opposite = {flag.removeprefix("no_"), "no_" + flag}
         return dataclasses.replace(adaptation, flags=adaptation.flags - opposite | {flag}), what
-    if (
-        wire == "responses"
-        and "chat" in wires
-        and failure.status in (404, 405, 501)
-        and not says(NO_MODEL, failure.text)
-    ):
+    if wire == "json" and "chat" in wires and says(r"response_format|json_schema|grammar", failure.text):
+        flags = adaptation.flags - {"json", "json_guess"} | {"no_json"}
+        return dataclasses.replace(adaptation, flags=flags), "its replies are not bound to a schema any more"
+    is_missing = failure.status in (404, 405, 501) and not says(NO_MODEL, failure.text)
+    if wire == "responses" and "chat" in wires and is_missing:
         flags = adaptation.flags - {"responses"} | {"chat"}
         return dataclasses.replace(adaptation, flags=flags), "this server is asked through Chat Completions from now on"
     refused = [name for name in body if name not in FIXED and name in {n.split(".")[0] for n in failure.names}]
@@ -3919,6 +3921,7 @@ class Wire(Protocol):
 
 BROKE_OFF = Failure("the reply broke off before it was complete", "the reply broke off before it was complete")
 NO_REPLY = Failure("malformed_call: the model answered with nothing", "the model answered with nothing")
+PRINTED_BADLY = Failure("printed_call:", "(a tool call as text, among other words)", status=400)
 REASONING_KEYS = ("reasoning_content", "reasoning", "reasoning_text")  # the first non-empty one counts
 FINISH_OVERFLOW = r"model_context_window_exceeded|context_length"  # Z.ai
 FINISH_FAILED = (
@@ -4341,6 +4344,12 @@ def _printed_call(text: str, at: int) -> tuple[str, dict[str, Any], int]:
     if not isinstance(name, str) or not isinstance(arguments, dict):
         raise ValueError("no call")
     return name, arguments, end
+
+
+CALL_ATTEMPT = re.compile(  # what a model prints that was taught another form of calls than its server knows
+    r"</?tool_call>|<function=|\[TOOL_CALLS\]|<\|python_tag\|>|<tools>"
+    rf"|\"(?:name|tool|function)\"\s*:\s*\"(?:{'|'.join(tool.name for tool in TOOLS)})\""
+)
 
 
 def printed_calls(text: str) -> list[ToolCall]:
@@ -5000,22 +5009,29 @@ class PrintedCallGate:
     STARTS = ("<tool", "<function", "<invoke", "<|", "<｜", "[TOOL_CALLS]", "[{", "{", "```json\n", "```tool_call\n")
 
     def __init__(self, is_open: bool) -> None:
+        self.has_shown = False
         self._is_open = is_open
         self._held = ""
 
-    def feed(self, delta: Delta) -> list[Delta]:
+    def feed(self, deltas: Iterable[Delta]) -> Iterator[Delta]:
         """The deltas that may be shown now."""
-        if self._is_open or not isinstance(delta, TextDelta):
-            return [delta]
-        self._held += delta.text
-        start = self._held.lstrip()
-        self._is_open = not any(start.startswith(mark) or mark.startswith(start) for mark in self.STARTS)
-        return self.release() if self._is_open else []
+        for delta in deltas:
+            if self._is_open or not isinstance(delta, TextDelta):
+                self.has_shown = True
+                yield delta
+                continue
+            self._held += delta.text
+            start = self._held.lstrip()
+            self._is_open = not any(start.startswith(mark) or mark.startswith(start) for mark in self.STARTS)
+            if self._is_open:
+                yield from self.release()
 
-    def release(self) -> list[Delta]:
+    def release(self) -> Iterator[Delta]:
         """What was held back, when it was no call after all."""
         held, self._held = self._held, ""
-        return [TextDelta(held)] if held else []
+        if held:
+            self.has_shown = True
+            yield TextDelta(held)
 
 
 @dataclass
@@ -5070,16 +5086,19 @@ class HttpProvider:
 
     def wire_name(self) -> str:
         """The wire that the next request goes through."""
-        if self.config.api != "auto":
-            return self.config.api
-        learned = [name for name in ("json", "responses", "chat") if name in self.adaptation.flags]
-        return learned[0] if learned else ("responses" if says(r"//api\.openai\.com", self.base_url) else "chat")
+        if self._fixed_wire or self.config.api != "auto":
+            return next((n for n, wire in WIRE_OF.items() if isinstance(self._fixed_wire, wire)), self.config.api)
+        for flag in ("json", "json_guess", "responses", "chat"):
+            if flag in self.adaptation.flags:
+                return flag.removesuffix("_guess")
+        return "responses" if says(r"//api\.openai\.com", self.base_url) else "chat"
 
     async def stream(
         self, messages: Sequence[Message], tools: Sequence[Tool], interrupt: asyncio.Event
     ) -> AsyncGenerator[Delta | Reply, None]:
         """Send one request and read its reply, again and again while that can help. See Provider."""
         messages, tries, used = valid_messages(messages), Tries(), Usage()
+        may_guess = bool(tools) and not any(map(message_calls, messages)) and self._may_bind_replies()
         while True:
             wire = self._fixed_wire or WIRE_OF[self.wire_name()]()
             body = wire.body(self.source, self.model, messages, tools, self.adaptation)
@@ -5093,11 +5112,11 @@ class HttpProvider:
             try:
                 await exchange.open(self._post(client, wire.path, content), interrupt)
                 while (deltas := await exchange.read(interrupt)) is not None:
-                    for delta in itertools.chain.from_iterable(map(gate.feed, deltas)):
+                    for delta in gate.feed(deltas):
                         yield delta
-                for delta in itertools.chain.from_iterable(map(gate.feed, reader.end())):
+                for delta in gate.feed(reader.end()):
                     yield delta
-                reply = self._checked(reader.reply())
+                reply = self._checked(reader.reply(), may_guess)
             except transport_errors() as exc:
                 failure, reply = failure_of(exc, exchange.limit_s, exchange.has_begun), None
             finally:
@@ -5115,18 +5134,32 @@ class HttpProvider:
             yield step
             if isinstance(step, Reply):
                 return
+            if isinstance(step, Adapted) and gate.has_shown:
+                yield Retry(0, 0.0, "asking again")  # what was shown of the refused reply is void
             if isinstance(step, Retry):
                 await interruptible(self.sleep(step.delay_s), interrupt)
 
-    def _checked(self, reply: Reply) -> Reply:
-        """The reply with calls that were printed as text as calls; raises Failed when it holds nothing at all."""
+    def _may_bind_replies(self) -> bool:
+        """Whether a guess may switch to the JSON wire: on a server of one's own; big models only show examples."""
+        is_own = self.wire_name() == "chat" and self.config.api == "auto" and self.base_url.startswith("http://")
+        return is_own and "no_json" not in self.adaptation.flags
+
+    def _checked(self, reply: Reply, may_guess: bool) -> Reply:
+        """The reply with calls that were printed as text as calls; raises Failed when it holds nothing at all.
+
+        `may_guess`: text that only looks like an attempt to call a tool means that the model cannot do better.
+        """
         if reply.thinks_first and "thinks_first" not in self.adaptation.flags:
             self._remember(dataclasses.replace(self.adaptation, flags=self.adaptation.flags | {"thinks_first"}))
-        if reply.tool_calls:
+        if reply.tool_calls and self.wire_name() != "json":
             self._native_callers.add(self.source)
-        elif self.source not in self._native_callers and (calls := printed_calls(reply.text)):
+        if reply.tool_calls:
+            return reply
+        if self.source not in self._native_callers and (calls := printed_calls(reply.text)):
             return dataclasses.replace(reply, message=assistant_message("", calls))
-        elif not reply.text.strip() and reply.finish_reason == "stop":
+        if may_guess and CALL_ATTEMPT.search(reply.text):
+            raise Failed(PRINTED_BADLY)
+        if not reply.text.strip() and reply.finish_reason == "stop":
             raise Failed(NO_REPLY)
         return reply
 
@@ -7291,7 +7324,7 @@ class TerminalRenderer:
     def _end(self, event: TurnEnd) -> None:
         self.activity = ""
         if event.error:
-            self.note(f"error: {event.error}", "error")
+            self.note(f"error: {event.error} Enter tries again." if event.reason == "error" else event.error, "error")
         elif event.reason == "interrupted":
             self.note("interrupted", "notice")
         elif event.reason == "limit":
@@ -7386,6 +7419,7 @@ class Runtime:
         self.renderer: TerminalRenderer | None = None
         self.leaving = False
         self.busy = False  # a turn is running
+        self.gave_up = False  # the last turn ended with an error
         self.undo = Undo(session, snapshot_store(config, session.id))
         self._changing = False  # this turn has taken its snapshot, or could not
         agent.before_change = self._before_change
@@ -7399,7 +7433,7 @@ class Runtime:
                 sink(item)
 
     async def send(self, prompt: str) -> TurnEnd:
-        """Run one turn and return its end."""
+        """Run one turn and return its end. An empty prompt goes on from where the last turn stopped."""
         end: Event | None = None
         self.busy, self._changing = True, False
         try:
@@ -7411,6 +7445,7 @@ class Runtime:
         finally:
             self.busy = False
         assert isinstance(end, TurnEnd)
+        self.gave_up = end.reason == "error"
         return end
 
     async def _before_change(self) -> None:
@@ -7731,11 +7766,14 @@ class AtomicOutput:
         self.output = output
         self._flush = output.flush
         self._erase_down = output.erase_down
+        self._get_size = output.get_size
+        self._size: Size | None = None
         self._held = 0
         self._by_rows = False
         output.enable_cpr = False
         output.flush = self.flush  # type: ignore[method-assign]
         output.erase_down = self.erase_down  # type: ignore[method-assign]
+        output.get_size = self.get_size  # type: ignore[method-assign]
 
     def flush(self) -> None:
         """Write what has been collected, in the marks of a synchronized update; not while it is held."""
@@ -7745,7 +7783,18 @@ class AtomicOutput:
         self.output._buffer.clear()
         if self._UNCHANGED.sub("", data):
             self.output._buffer.append(f"\x1b[?2026h{data}\x1b[?2026l")
-            self._flush()
+            with contextlib.suppress(OSError):  # the terminal is gone: the hang-up that follows ends the program
+                self._flush()
+            self.output._buffer.clear()
+
+    def get_size(self) -> Size:
+        """The terminal's size, or what it last was when the terminal is gone."""
+        try:
+            self._size = self._get_size()
+        except OSError:
+            if self._size is None:
+                raise
+        return self._size
 
     def erase_down(self) -> None:
         """Erase from the cursor down, row by row if asked: tmux archives the screen when it is erased from its top."""
@@ -8211,7 +8260,10 @@ class Conversation:
         self.agent.interrupt.set()
 
     async def handle(self, line: str) -> TurnEnd | None:
-        """Work off one line; returns the end of the turn that it led to. An empty one only means something at first."""
+        """Work off one line; returns the end of the turn that it led to.
+
+        An empty one begins a fresh session, or tries again what the provider failed at.
+        """
         runtime, text = self.runtime, line.strip()
         if text.lower() in EXIT_WORDS:
             runtime.leaving = True
@@ -8221,8 +8273,8 @@ class Conversation:
                 self.say(output, "")
         elif text.startswith("!"):
             await self._run_for_user(text)
-        elif text or not self.agent.messages:
-            return await runtime.send(text or FIRST_PROMPT)
+        elif text or not self.agent.messages or runtime.gave_up:
+            return await runtime.send(text or (FIRST_PROMPT if not self.agent.messages else ""))
         return None
 
     async def _at_once(self, line: str) -> None:

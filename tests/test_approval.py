@@ -327,7 +327,10 @@ def test_secrets_reach_neither_the_provider_nor_the_log(
 
 def test_11_an_interrupt_keeps_the_output_and_the_session_goes_on(asked: Any) -> None:
     conversation, _ = asked(
-        [call("run_shell_command", command='trap "echo bye; exit" INT; echo hi; sleep 99'), text("Second.")],
+        [
+            call("run_shell_command", command='trap "echo bye; exit" INT; echo hi; while :; do sleep .1; done'),
+            text("Second."),
+        ],
         approve="all",
     )
 

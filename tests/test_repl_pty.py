@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+import pty
 import re
+import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from conftest import AGENT
-from fake_replies import call, calls, hang, text
+from fake_replies import Reply, call, calls, error, hang, slow, text
 from fake_server import FakeServer
 from pty_driver import Terminal
 
@@ -85,6 +88,16 @@ def test_an_empty_line_later_sends_nothing(server: Serve, repl: Callable[..., Te
     enter(terminal, "second")
     terminal.wait_for(r"Two\.")
     assert [m["content"] for m in fake.last.messages[1:]] == ["first", "One.", "second"]
+
+
+def test_enter_tries_again_what_the_provider_failed_at(server: Serve, repl: Callable[..., Terminal]) -> None:
+    fake = server(error(401, "Who are you?"), text("Here I am."))
+    terminal = repl(fake)
+    enter(terminal, "first")
+    terminal.wait_for("Enter tries again")
+    enter(terminal, "")
+    terminal.wait_for(r"Here I am\.")
+    assert [m["content"] for m in fake.last.messages[1:]] == ["first"], "the prompt is sent once"
 
 
 def test_several_lines_are_one_prompt(server: Serve, repl: Callable[..., Terminal]) -> None:
@@ -183,3 +196,31 @@ def test_a_tiny_terminal(server: Serve, repl: Callable[..., Terminal], columns: 
     enter(terminal, "hi")
     fake.wait_for_requests(1)
     terminal.wait_for("Small answer")
+
+
+@pytest.mark.parametrize("is_told", [True, False], ids=["with SIGHUP", "without a signal"])
+@pytest.mark.parametrize("reply", [hang(), slow(text("word " * 2000), 0.01)], ids=["waiting", "streaming"])
+def test_a_terminal_that_vanishes_ends_the_program(server: Serve, workspace: Path, reply: Reply, is_told: bool) -> None:
+    fake = server(reply)
+    master, slave = pty.openpty()
+    argv = [sys.executable, str(AGENT), "--start_dir", str(workspace), "--sandbox", "off"]
+    if is_told:  # as a session's controlling terminal it sends SIGHUP when it goes
+        take_it = (
+            "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY); os.execv(sys.argv[1], sys.argv[1:])"
+        )
+        argv = [sys.executable, "-c", take_it, *argv]
+    process = subprocess.Popen(
+        argv, stdin=slave, stdout=slave, stderr=slave, env={**os.environ, **fake.env}, start_new_session=True
+    )
+    os.close(slave)
+    seen = b""
+    while "›".encode() not in seen:
+        seen += os.read(master, 65536)
+    os.write(master, b"first\r")
+    while not fake.requests:
+        os.read(master, 65536)
+    os.close(master)
+    try:
+        assert process.wait(20) == 128 + signal.SIGHUP
+    finally:
+        process.kill()
