@@ -8876,6 +8876,7 @@ class Screen:
         self._frame = frame
         self._busy = busy
         self._due = asyncio.Event()
+        self._stale = False  # whether the live region has to be drawn again whatever `frame` returns
         self._backlog: list[str] = []  # printed while an editor has the terminal
         self._drawn_at = self._resized_at = 0.0
         self._frame_hold = contextlib.ExitStack()
@@ -8899,7 +8900,8 @@ class Screen:
         return time.monotonic() - self._resized_at < SETTLE_S
 
     def touch(self) -> None:
-        """Have `frame` called soon."""
+        """Have `frame` called and the live region drawn soon."""
+        self._stale = True
         self._due.set()
 
     def commit(self, text: str) -> None:
@@ -8961,7 +8963,8 @@ class Screen:
             started = time.perf_counter()
             self.commit("")
             state = self._frame()
-            if state != shown:
+            if state != shown or self._stale:
+                self._stale = False
                 self._check_size()
                 self.app._redraw()
                 shown = state

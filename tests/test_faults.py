@@ -200,18 +200,8 @@ MEANING = {
 }
 
 
-# a case that needs a part of the program which is not there yet
-PENDING: dict[str, str] = {}
-
-
-def marked(case: Json) -> Any:
-    """The case as a parameter; a pending one is expected to fail."""
-    marks = [pytest.mark.xfail(reason=f"needs {PENDING[case['id']]}")] if case["id"] in PENDING else []
-    return pytest.param(case, id=case["id"], marks=marks)
-
-
 @pytest.mark.damaged_log
-@pytest.mark.parametrize("case", [marked(case) for case in CASES])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case["id"])
 def test_case(case: Json, server: Serve, workspace: Path) -> None:
     messages = None
     if case["expect"] in ("adapt", "compact"):
