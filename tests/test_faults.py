@@ -99,7 +99,7 @@ def play(case: Json, server: Serve, workspace: Path, messages: list[agent.Messag
     options = {
         "base_url": fake.base_url, "model": "m", "sandbox": "off", "approve": "all", "max_steps": "12",
         "api": case.get("api"), "first_token_timeout_s": str(FIRST_BYTE_S / 5), "idle_timeout_s": str(IDLE_S),
-        "context_window": "100000" if case.get("silent") else None,
+        "context_window": "20000" if case.get("silent") else None,
     }  # fmt: skip
     config = agent.load_config(options, {"OPENAI_API_KEY": "sk-fake", **dict(agent.os.environ)}, workspace)
     provider = agent.choose_provider(config, lambda question: False)
@@ -113,6 +113,8 @@ def play(case: Json, server: Serve, workspace: Path, messages: list[agent.Messag
     async def turn() -> None:
         try:
             await runtime.send("go")
+            if case.get("silent"):  # it is accepted, and shows only in the usage
+                await runtime.send("go on")
         finally:
             await provider.close()
 
