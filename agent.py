@@ -5920,6 +5920,16 @@ def _clipped(message: Message, limit: int) -> Message:
     return short
 
 
+def _in_short(call: ToolCall) -> str:
+    """A call on one line for the model: its name and its first argument."""
+    try:
+        given = json.loads(call.arguments or "{}", strict=False)
+    except json.JSONDecodeError:
+        given = None
+    first = str(next(iter(given.values()), "")) if isinstance(given, dict) else ""
+    return one_line(f"{call.name} {first}", 120).strip()
+
+
 def _stub(message: Message, call: ToolCall | None) -> Message:
     """An old tool result as one line: how long it was, how it ended, how to get it again."""
     text = message_text(message)
@@ -5927,7 +5937,7 @@ def _stub(message: Message, call: ToolCall | None) -> Message:
     if call and call.name == "run_shell_command":
         again = f"it ended with: {one_line(text.rstrip().rpartition(chr(10))[2], 100)}"
     elif call:
-        again = " ".join(describe_call(call)) + " shows it again"
+        again = f"{_in_short(call)} shows it again"
     return message | {"content": f"[{len(text)} characters left out to save room; {again}]"}
 
 
@@ -6080,7 +6090,7 @@ def extract_summary(text: str) -> str:
 
 def list_of_deeds(messages: Sequence[Message], before: str, limit: int) -> str:
     """A summary without a model: the former one, then the calls in order, the oldest left out."""
-    lines = [" ".join(describe_call(call)) for message in messages for call in message_calls(message)]
+    lines = [_in_short(call) for message in messages for call in message_calls(message)]
     kept = "\n".join(lines)
     return "\n".join([_clip_to(before, limit // 2), NO_SUMMARY, kept[-(limit // 2) :]]).strip()
 
@@ -10215,7 +10225,12 @@ class ReplayedAgent(Agent):
         self.compared += 1
         if without_times(result.content) != without_times(recorded):
             changes = clip(diff(recorded, result.content, call.name), 3_000, 1_000)
+<<<<<<< HEAD
             raise Divergence(f"the result of {' '.join(describe_call(call))} differs from the recorded one:\n{changes}")
+=======
+            told = f"{call.name} {describe_call(call)[1]}"
+            raise Divergence(f"the result of {told} differs from the recorded one:\n{changes}")
+>>>>>>> context
         return dataclasses.replace(result, content=recorded)
 
 
@@ -10481,6 +10496,15 @@ def _ask_on_terminal(question: str) -> bool:
     return sys.stdin.isatty() and input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
 
 
+def ask_about_notes(config: Config, ask: Callable[[str], bool]) -> None:
+    """Ask, once for each text, whether project notes that came with the files are to be followed."""
+    trust = NotesTrust(config)
+    for note in read_notes(config):
+        if trust.answer(note) is None:
+            print(f"{clean(str(note.path))} ({len(note.text)} characters):\n{clean(clip(note.text, 600, 200))}\n")
+            trust.remember(note, ask("Follow these project notes? Otherwise the model reads them as mere context."))
+
+
 def replay_log(config: Config, options: argparse.Namespace) -> int:
     """Replay the log that the options name and return the exit status."""
     log = Path(options.replay).expanduser()
@@ -10528,6 +10552,8 @@ def run(options: argparse.Namespace, environ: Mapping[str, str], early: EarlyPro
     if options.spec:
         copy_spec(options.spec, workspace)
     provider = choose_provider(config, ask)
+    if prompt is None and sys.stdin.isatty():
+        ask_about_notes(config, ask)
     runtime, notes = build_runtime(config, provider, options.new, options.resume or None)
     if options.start_dir is None:
         notes.insert(0, f"working directory: {workspace}")
