@@ -10225,7 +10225,8 @@ class ReplayedAgent(Agent):
         self.compared += 1
         if without_times(result.content) != without_times(recorded):
             changes = clip(diff(recorded, result.content, call.name), 3_000, 1_000)
-            raise Divergence(f"the result of {' '.join(describe_call(call))} differs from the recorded one:\n{changes}")
+            told = f"{call.name} {describe_call(call)[1]}"
+            raise Divergence(f"the result of {told} differs from the recorded one:\n{changes}")
         return dataclasses.replace(result, content=recorded)
 
 
