@@ -38,10 +38,80 @@ if __name__ == "__main__" and not sys.flags.safe_path:
     _here = os.getcwd() if os.path.isdir(os.curdir) else ""
     sys.path[:] = [path for path in sys.path[1:] if os.path.isabs(path) and path != _here]
 
+
+class EarlyPrompt:
+    """The prompt on the screen before the rest of the program is loaded, and the keys that are typed until then.
+
+    It stands above the imports, and imports only what it needs itself, because all of them take ten times as long.
+    """
+
+    NOT_FOR = ("-p", "--prompt", "-h", "--help", "--version", "--sessions", "--json", "--replay")
+
+    def __init__(self, arguments: Sequence[str], environ: Mapping[str, str]) -> None:
+        """Show the prompt, if these arguments lead to one and the terminal can show it."""
+        import signal
+        import termios
+
+        self.typed = b""
+        """What was typed so far."""
+        self._shown = False
+        self._before: list[Any] | None = None  # the terminal's attributes
+        if any(argument.startswith(self.NOT_FOR) for argument in arguments) or not os.isatty(0) or not os.isatty(1):
+            return
+        if environ.get("TERM", "") in ("", "dumb", "unknown"):
+            return
+        self._before = termios.tcgetattr(0)
+        self._quiet = termios.tcgetattr(0)
+        self._quiet[0] &= ~termios.ICRNL  # else Enter could not be told from Ctrl-J
+        self._quiet[3] &= ~(termios.ECHO | termios.ICANON)
+        signal.signal(signal.SIGINT, self._on_ctrl_c)
+        termios.tcsetattr(0, termios.TCSANOW, self._quiet)
+        glyph = "›" if (sys.stdout.encoding or "").lower().startswith("utf") else ">"
+        style = "1" if environ.get("NO_COLOR") else "1;36"
+        os.write(1, f"\r\x1b[J\x1b[{style}m{glyph} \x1b[0m".encode(sys.stdout.encoding or "ascii"))
+        self._shown = True
+
+    def take(self) -> None:
+        """Take the prompt off the screen and read what was typed; the terminal stays quiet until `end`."""
+        import select
+        import signal
+        import termios
+
+        if self._before is None:
+            return
+        termios.tcsetattr(0, termios.TCSANOW, self._quiet)
+        if self._shown:
+            self._shown = False
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            os.write(1, b"\r\x1b[J")
+        while select.select([0], [], [], 0)[0] and (data := os.read(0, 1 << 16)):
+            self.typed += data
+
+    def end(self) -> None:
+        """Take the prompt off the screen and make the terminal as it was before."""
+        import contextlib
+        import termios
+
+        if self._shown:
+            self.take()
+        if self._before:
+            with contextlib.suppress(termios.error):  # the terminal is gone
+                termios.tcsetattr(0, termios.TCSANOW, self._before)
+
+    def _on_ctrl_c(self, number: int, frame: object) -> None:
+        self.end()
+        os._exit(130)
+
+
+# Only where this file is the program: as a script, with -m, or as the installed command `agent`.
+_is_program = __name__ == "__main__" or os.path.basename(sys.argv[0] if sys.argv else "") == "agent"
+_early_prompt = EarlyPrompt(sys.argv[1:], os.environ) if _is_program else None
+
 import argparse
 import ast
 import asyncio
 import codecs
+import concurrent.futures
 import contextlib
 import dataclasses
 import difflib
@@ -50,6 +120,7 @@ import errno
 import fcntl
 import fnmatch
 import functools
+import gc
 import hashlib
 import importlib.util
 import io
@@ -485,7 +556,8 @@ def message_calls(message: Message) -> list[ToolCall]:
 
 @dataclass(frozen=True)
 class Reply:
-    """One complete answer of the model. `finish_reason`: "stop" or "length".
+    """One complete answer of the model. `finish_reason`: "stop" or "length". `usage`: of the request that completed
+    it; `used_before`: of those before it, where an answer takes several.
 
     `problem` says what is wrong with a reply that cannot be used; `thinks_first`: its thinking ended with a tag
     that was never opened.
@@ -494,6 +566,7 @@ class Reply:
     message: Message
     finish_reason: str = "stop"
     usage: Usage | None = None
+    used_before: Usage = Usage()
     problem: str = ""
     thinks_first: bool = False
 
@@ -636,10 +709,10 @@ def _legal_calls(message: Message, taken: set[str]) -> dict[str, ToolCall]:
     return calls
 
 
-def _answers(messages: Sequence[Message]) -> dict[str, str]:
-    """call id -> content of the tool messages up to the next assistant message."""
+def _answers(messages: Sequence[Message], start: int) -> dict[str, str]:
+    """call id -> content of the tool messages from `start` up to the next assistant message."""
     answers: dict[str, str] = {}
-    for message in messages:
+    for message in (messages[index] for index in range(start, len(messages))):
         if message.get("role") == "assistant":
             break
         if message.get("role") == "tool":
@@ -658,26 +731,47 @@ def _append(valid: list[Message], message: Message) -> None:
     valid[-1].pop(NATIVE, None)
 
 
-def valid_messages(messages: Sequence[Message]) -> list[Message]:
-    """The messages as every service accepts them; what is valid already comes back unchanged.
+class ValidMessages:
+    """Makes messages valid, request after request; what the request before held already is not looked at again."""
 
-    At most one system message, and it is the first; each call answered directly after it, no answer without its
-    call; no empty content; roles alternate; legal and unique call ids, legal names, arguments that are JSON
-    objects; no lone surrogates; the last message is never the assistant's.
-    """
-    messages = [well_formed(message) for message in messages]
-    valid: list[Message] = []
-    taken: set[str] = set()
-    for index, message in enumerate(messages):
-        role, text = message.get("role"), message_text(message)
+    def __init__(self) -> None:
+        self._given: list[Message] = []
+        self._valid: list[Message] = []
+        self._taken: set[str] = set()  # ids of calls
+
+    def __call__(self, messages: Sequence[Message]) -> list[Message]:
+        """The messages as every service accepts them. See `valid_messages`."""
+        if not self._goes_on(messages):
+            self._given, self._valid, self._taken = [], [], set()
+        added = [well_formed(message) for message in messages[len(self._given) :]]
+        self._given = list(messages)
+        for index, message in enumerate(added):
+            self._add(message, added, index + 1)
+        ends_badly = not self._valid or self._valid[-1]["role"] in ("assistant", "system")
+        return [*self._valid, user_message(GO_ON)] if ends_badly else list(self._valid)
+
+    def _goes_on(self, messages: Sequence[Message]) -> bool:
+        """Whether an assistant's message follows on those of the request before: then none of them can change."""
+        known = len(self._given)
+        return (
+            0 < known < len(messages)
+            and messages[known].get("role") == "assistant"
+            and bool(self._valid)
+            and self._valid[-1]["role"] in ("user", "tool")
+            and messages[:known] == self._given
+        )
+
+    def _add(self, message: Message, messages: Sequence[Message], after: int) -> None:
+        """Add one message and, to an assistant's, the answers to its calls, which stand from `after` on."""
+        role, text, valid = message.get("role"), message_text(message), self._valid
         if role == "assistant":
-            calls = _legal_calls(message, taken)
+            calls = _legal_calls(message, self._taken)
             if not calls and not text.strip():
-                continue
+                return
             if not valid or valid[-1]["role"] == "system":
                 valid.append(user_message(GO_ON))
             _append(valid, with_calls(message if text.strip() else message | {"content": None}, list(calls.values())))
-            answers = _answers(messages[index + 1 :])
+            answers = _answers(messages, after)
             for id, call in calls.items():
                 content = answers.get(id, NOT_EXECUTED)
                 valid.append(tool_message(call, ToolResult(content if content.strip() else "")))
@@ -685,9 +779,16 @@ def valid_messages(messages: Sequence[Message]) -> list[Message]:
             valid.append(system_message(text))
         elif role != "tool" and text.strip():
             _append(valid, user_message(text))
-    if not valid or valid[-1]["role"] in ("assistant", "system"):
-        valid.append(user_message(GO_ON))
-    return valid
+
+
+def valid_messages(messages: Sequence[Message]) -> list[Message]:
+    """The messages as every service accepts them; what is valid already comes back unchanged.
+
+    At most one system message, and it is the first; each call answered directly after it, no answer without its
+    call; no empty content; roles alternate; legal and unique call ids, legal names, arguments that are JSON
+    objects; no lone surrogates; the last message is never the assistant's.
+    """
+    return ValidMessages()(messages)
 
 
 # --- Events ---------------------------------------------------------------------------------------
@@ -1909,10 +2010,11 @@ class SnapshotStore:
 # Not covered: what is written into the workspace and run later by someone else; CPU and memory; a hard link to a file
 # outside that existed before; a unix socket in the home directory; a setuid file that root makes in the workspace.
 
-# The shell that runs the command as "$0": no core files, first to go when memory ends. Inside a process namespace
-# of its own it also waits for what the command left running, and says what it stopped.
+# The shell that runs the command, which it gets as "$0": no core files, first to go when memory ends. Inside a
+# process namespace of its own it also waits for what the command left running, and says what it stopped; elsewhere
+# it runs the command itself, since a second shell takes longer to start than most commands run.
 PRELUDE = "echo 800 2>/dev/null >/proc/self/oom_score_adj; ulimit -c 0; "
-PLAIN_SHELL = PRELUDE + 'exec SHELL -c "$0"'
+PLAIN_SHELL = PRELUDE + 'set -- "$0"; BASH_ARGV0=SHELL; eval "shift; $1"'
 BOXED_SHELL = PRELUDE + (
     'ulimit -u 2048; exec 3>&2 2>/dev/null; SHELL -c "$0" 2>&3 3>&-; r=$?\n'
     "for i in 1 2 3 4 5; do set -- /proc/[0-9]*; [ $# -le 2 ] && exit $r; sleep .05; done\n"
@@ -2139,6 +2241,7 @@ def probe_sandbox(workspace: Workspace, state_dir: Path, search_path: str) -> tu
 # there is no /proc, whatever left its process group.
 
 HEAD_BYTES, TAIL_BYTES = 8_000, 24_000  # of a command's output: what the model is shown
+PIPE_BYTES = 1 << 18  # between a command and us: four times the usual, so that a flood takes a quarter of the turns
 SPOOL_BYTES, OUTPUT_LIMIT = 64 << 20, 1 << 30  # what is kept on disk; where the command is stopped
 MAX_TIMEOUT_S = 600
 DRAIN_S = 0.5  # how long to read on after the shell has exited: what it started may hold the pipe open for ever
@@ -2181,7 +2284,7 @@ class CommandOutput:
         room = HEAD_BYTES - len(self.head)
         if room > 0:
             self.head, data = self.head + data[:room], data[room:]
-        self.tail = (self.tail + data)[-TAIL_BYTES:]
+        self.tail = (self.tail + data[-TAIL_BYTES:])[-TAIL_BYTES:]
 
     def overrun(self) -> str:
         """Why the command has to be stopped, "" as long as it does not."""
@@ -2241,12 +2344,22 @@ def _process_table() -> dict[int, _Process]:
     return table
 
 
-def adopt_orphans() -> None:
+def adopt_orphans() -> bool:
     """Become the parent of what our commands' processes leave behind, so that it is found (Linux)."""
-    if sys.platform == "linux":
-        import ctypes
+    if sys.platform != "linux":
+        return False
+    import ctypes
 
-        ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
+    return bool(ctypes.CDLL(None).prctl(36, 1, 0, 0, 0) == 0)  # PR_SET_CHILD_SUBREAPER
+
+
+def our_children() -> set[int] | None:
+    """The processes whose parent we are; None where the system does not list them."""
+    try:
+        lists = [Path(f"/proc/self/task/{thread}/children").read_bytes() for thread in os.listdir("/proc/self/task")]
+    except OSError:
+        return None
+    return {int(pid) for pids in lists for pid in pids.split()}
 
 
 class Job:
@@ -2254,9 +2367,12 @@ class Job:
 
     def __init__(
         self, command: str, argv: Sequence[str], cwd: Path, environ: Mapping[str, str], output: CommandOutput,
-        confined: bool, emit: Callable[[str], None],
+        confined: bool, emit: Callable[[str], None], adopted: set[int] | None = None,
     ) -> None:  # fmt: skip
-        """Start the command; raises OSError or ValueError when that is not possible."""
+        """Start the command; raises OSError or ValueError when that is not possible.
+
+        `adopted`: our children before the start, where every orphan of the command becomes one; None elsewhere.
+        """
         import subprocess
 
         self.command = command
@@ -2268,12 +2384,16 @@ class Job:
         self.exited = asyncio.Event()  # the shell has ended
         self.ended = asyncio.Event()  # nothing is left, and `how` is known
         self._emit = emit
+        self._adopted = adopted
         self._tag = secrets.token_hex(16)
         self._unseen = b""
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._eof = asyncio.Event()
         self._pipe, writing = os.pipe()  # our own: a file object's end of file may come long after the exit
         os.set_blocking(self._pipe, False)
+        if hasattr(fcntl, "F_SETPIPE_SZ"):
+            with contextlib.suppress(OSError):  # the user's pipes may have used up what the system allows
+                fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
         try:
             self.process = subprocess.Popen(
                 argv, cwd=cwd, env={**environ, "AGENT_CALL": self._tag}, stdin=subprocess.DEVNULL, stdout=writing,
@@ -2305,7 +2425,7 @@ class Job:
 
     def _read(self) -> None:
         try:
-            data = os.read(self._pipe, 1 << 16)
+            data = os.read(self._pipe, PIPE_BYTES)
         except BlockingIOError:
             return
         if not data:
@@ -2314,7 +2434,7 @@ class Job:
         self.output.add(data)
         if not self._unseen:  # at most ten updates a second, and of a flood only its end
             self._loop.call_later(0.1, self._show)
-        self._unseen = (self._unseen + data)[-4096:]
+        self._unseen = (self._unseen + data[-4096:])[-4096:]
 
     def _show(self) -> None:
         data, self._unseen = self._unseen, b""
@@ -2346,6 +2466,11 @@ class Job:
         while more := {pid for pid, entry in table.items() if entry.parent in found} - found:
             found |= more
         return found & table.keys()
+
+    def _left_nothing(self) -> bool:
+        """Whether the shell, which has exited, surely left no process: a look that costs less than `_alive`."""
+        children = our_children()
+        return children is not None and self._adopted is not None and children <= self._adopted
 
     async def run(self, timeout_s: float, interrupt: asyncio.Event) -> None:
         """Wait for the end: the shell's exit, the limit, the interrupt. Then nothing of the command is left."""
@@ -2390,8 +2515,8 @@ class Job:
 
     async def _stop(self) -> int:
         """End the processes, politely first; how many there were. bwrap itself is only killed: it ends all at once."""
-        if self.exited.is_set() and self.confined:
-            return 0  # the process namespace is gone, and all in it
+        if self.exited.is_set() and (self.confined or self._left_nothing()):
+            return 0  # confined: the process namespace is gone, and all in it
         left, spared = 0, {self.process.pid} if self.confined else set()
         polite = [(0, LEFTOVER_S)] if self.exited.is_set() else [(signal.SIGINT, 0.5)]
         for number, patience_s in (*polite, (signal.SIGTERM, 0.7), (signal.SIGKILL, 2.0)):
@@ -2489,7 +2614,7 @@ class Jobs:
         unsandboxed: bool = False, read_only: bool = False, background: bool = False,
     ) -> Job:  # fmt: skip
         """Start a command; raises OSError or ValueError when that is not possible."""
-        sandbox = None if unsandboxed else self.sandbox
+        sandbox, adopted = None if unsandboxed else self.sandbox, None
         environ = {**self._environ, "AGENT_SESSION": self._session_tag}
         self._watch_over()
         if sandbox:
@@ -2497,13 +2622,13 @@ class Jobs:
             argv = sandbox.wrap(command, network, read_only, holder)
             environ |= BOXED_ENVIRONMENT
         else:
-            adopt_orphans()
+            adopted = our_children() if adopt_orphans() else None
             argv = [self._shell, "-c", PLAIN_SHELL.replace("SHELL", self._shell), command]
         number = max(self.background, default=0) + 1
         name = f"job-{number}.log" if background else f"call-{secrets.token_hex(4)}.log"
         output = CommandOutput(self.folder / name, f"/tmp/{name}" if sandbox else str(self.folder / name), background)
         in_namespace = bool(sandbox and sandbox.program.endswith("bwrap"))
-        job = Job(command, argv, self.workspace.root, environ, output, in_namespace, emit)
+        job = Job(command, argv, self.workspace.root, environ, output, in_namespace, emit, adopted)
         if background:
             self.background[number] = job
             self._tasks[number] = asyncio.ensure_future(job.run(math.inf, asyncio.Event()))
@@ -4100,7 +4225,9 @@ def _text_of(value: Any) -> str:
     """A content as text: a string, or a list of parts of which only texts and refusals count."""
     if isinstance(value, str):
         return value
-    parts = value if isinstance(value, list) else []
+    if not isinstance(value, list):
+        return ""
+    parts: list[Any] = value
     return "".join(_text_of(p.get("text") or p.get("refusal")) if isinstance(p, dict) else _text_of(p) for p in parts)
 
 
@@ -4137,11 +4264,17 @@ class ThoughtFilter:
 
     def __init__(self, thinks_first: bool = False) -> None:
         self.thinks_first = thinks_first
-        self.answer = ""
+        self._said: list[str] = []  # pieces: to join them each time would take longer the longer the answer is
+        self._tail = ""  # the end of what was said
         self._held = ""  # not decided yet: the beginning, or what may be the start of the end tag
         self._end = THINK_TAGS[0][1] if thinks_first else ""  # the tag that ends the thinking we are in
         self._begun = False
         self._thought = ""
+
+    @property
+    def answer(self) -> str:
+        """The answer so far."""
+        return "".join(self._said)
 
     def feed(self, text: str) -> list[Delta]:
         """The deltas that this piece of text completes."""
@@ -4171,12 +4304,13 @@ class ThoughtFilter:
     def _say(self) -> list[Delta]:
         text, self._held = self._held, ""
         deltas: list[Delta] = []
-        ends = not self.thinks_first and "</think>" in self.answer[-8:] + text
+        ends = not self.thinks_first and "</think>" in self._tail + text
         if ends and (found := LONE_END.search(self.answer + text)):
-            so_far, self.answer, self.thinks_first = self.answer, "", True
+            so_far, self._said, self.thinks_first = self.answer, [], True
             thought, text = (so_far + text)[len(so_far) : found.start()], (so_far + text)[found.end() :].lstrip("\n")
             deltas += [ThinkingDelta(thought)] if thought else []
-        self.answer += text
+        self._said.append(text)
+        self._tail = (self._tail + text)[-8:]
         return [*deltas, TextDelta(text)] if text else deltas
 
     def finish(self) -> list[Delta]:
@@ -4376,8 +4510,8 @@ class ChatReader:
             if isinstance(part, dict) and "thinking" in part:  # Mistral's parts
                 if thought := _text_of(part["thinking"]):
                     deltas.append(ThinkingDelta(thought))
-            else:
-                deltas += self._filter.feed(_text_of([part]))
+            elif text := part if isinstance(part, str) else _text_of([part]):
+                deltas += self._filter.feed(text)
         return deltas
 
     def end(self) -> list[Delta]:
@@ -4439,6 +4573,8 @@ class ChatWire:
 
     def _message(self, source: str, message: Message, flags: frozenset[str]) -> Message:
         """One message with its native content, where that came from this source, and without it elsewhere."""
+        if NATIVE not in message and not flags:
+            return message
         native, sent = native_of(message, source), without_native(message)
         if "no_tool_name" in flags and sent["role"] == "tool":
             del sent["name"]
@@ -4731,7 +4867,8 @@ TEST_FILE = re.compile(r"(^|/)(test_\w+|\w+_test)\.py$")
 LANGUAGES = {"py": "python", "js": "javascript", "ts": "typescript", "sh": "bash", "md": "markdown", "rs": "rust"}
 DEFINITION = re.compile(r"^(?:async def|def|class) ([a-zA-Z]\w*)", re.MULTILINE)
 TRACEBACK_LINE = re.compile(r'File "([^"\n]+)", line \d+')
-RAISED = re.compile(r"^ +raise\b.*\n(?:[ ~^]+\n)?\w+", re.MULTILINE)
+COMPARED_ERROR = re.compile(r"\bassert(?!Raises)\w+\(.*\b[A-Z]\w*Error\)$", re.MULTILINE)  # as if it were a result
+ERROR_LINE = re.compile(r"^\w*(?:Error|Exception)\b.*$", re.MULTILINE)
 STATUS_LINE = re.compile(r"^\[exit code (\d+)", re.MULTILINE)
 NO_TESTS = re.compile(r"^(Ran 0 tests|NO TESTS RAN)", re.MULTILINE)
 KNOW_ENOUGH = "If you know enough, answer."
@@ -4785,6 +4922,8 @@ class Course:
         self.looks = self.mends = 0  # calls that only looked in a row; mends that failed
         self.last = ""  # the last tool
         self.wrote: list[str] = []
+        self.errors: list[str] = []  # what the last failure said, and how often it said that again
+        self.same_failures = 0
         self.is_refused = False  # the last write was
         self.is_listed = self.has_run = self.is_unchecked = self.is_failing = self.is_unchanged = False
         self.suspects: list[str] = []
@@ -4916,6 +5055,9 @@ class Course:
         self.is_failing = failed and bool(programs)  # a search that finds nothing fails too
         if self.is_failing:
             self.mends += 1
+            errors = ERROR_LINE.findall(result)
+            self.same_failures = self.same_failures + 1 if errors == self.errors else 0
+            self.errors = errors
             self.suspects = self._ranked(list(dict.fromkeys(programs)), result)
 
     def _ranked(self, files: list[str], output: str) -> list[str]:
@@ -4923,13 +5065,13 @@ class Course:
         blamed = [
             name for place in TRACEBACK_LINE.findall(output) for name in files if f"/{place}".endswith("/" + name)
         ]
-        if NO_TESTS.search(output) or RAISED.search(output):  # who raises knows why: it was called wrongly
+        if NO_TESTS.search(output) or COMPARED_ERROR.search(output):
             files.sort(key=lambda name: not TEST_FILE.search(name))
         elif blamed and "AssertionError" not in output:
             files.sort(key=lambda name: name != blamed[-1])
         else:  # a test that fails speaks of the program
             files.sort(key=lambda name: bool(TEST_FILE.search(name)))
-        turn = (self.mends - 1) // 2 % len(files)  # two attempts at one, then at the next
+        turn = self.same_failures % len(files)  # a mend that changed nothing was in the wrong place
         return files[turn:] + files[:turn]
 
     def _opening(self) -> str:
@@ -5113,6 +5255,7 @@ LOCAL_SERVERS = (
 )
 OPENAI_URL = "https://api.openai.com/v1"
 DEFAULT_MODEL = "gpt-4.1"
+PROXY_VARIABLES = ("HTTPS_PROXY", "https_proxy", "HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy")
 SILENT_THINKING_S = 600  # how long a model may think without a word, and keep-alives may come without an event
 AFTER_FINISH_S = 5.0  # how long to wait for the rest, such as the usage, when the answer is complete already
 
@@ -5267,8 +5410,20 @@ def explain(failure: Failure, base_url: str, model: str, size: int) -> ProviderE
     if says(r"certificate|SSL", failure.said):
         hint = "Set SSL_CERT_FILE to the file with your organisation's certificates, or check the address."
         return ProviderError(f"no trusted connection to {base_url} ({failure.said}). {hint}")
-    hint = "Check the proxy settings." if says(r"proxy", failure.said) else "Is the server running?"
-    return ProviderError(f"cannot reach {base_url} ({failure.said}). {hint}", True)
+    return ProviderError(f"cannot reach {base_url} ({failure.said})", True)
+
+
+def joined(deltas: Sequence[Delta]) -> list[Delta]:
+    """The deltas with neighbouring pieces of the answer, or of the thinking, as one: what came at once is one event."""
+    result: list[Delta] = []
+    for kind, run in itertools.groupby(deltas, type):
+        same = list(run)
+        text = "".join(delta.text for delta in same if isinstance(delta, TextDelta | ThinkingDelta))
+        if not text:
+            result += same
+        else:
+            result.append(TextDelta(text) if kind is TextDelta else ThinkingDelta(text))
+    return result
 
 
 class Exchange:
@@ -5321,7 +5476,7 @@ class Exchange:
         return [] if data else self._take_whole(self._whole.decode("utf-8", "replace"))
 
     def _take(self, events: list[str]) -> list[Delta]:
-        deltas = [delta for data in events for delta in self.reader.feed(decode_event(data))]
+        deltas = joined([delta for data in events for delta in self.reader.feed(decode_event(data))])
         if events:
             self._last_event = time.monotonic()
         elif time.monotonic() - self._last_event > SILENT_THINKING_S:
@@ -5350,6 +5505,21 @@ class Exchange:
         """End the reading; the connection is given back or closed."""
         if self._feed:
             await self._feed.close()
+
+
+class RequestEncoder:
+    """Makes JSON of request bodies; a message that the request before held already is not encoded again."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Any, str]] = {}  # id of a message -> (the message, its JSON)
+
+    def __call__(self, body: dict[str, Any]) -> bytes:
+        """The body as JSON, its messages last."""
+        name = "input" if "input" in body else "messages"
+        encoded = [self._known.get(id(message)) or (message, json.dumps(message)) for message in body[name]]
+        self._known = {id(message): (message, text) for message, text in encoded}
+        rest = json.dumps({key: value for key, value in body.items() if key != name})
+        return f'{rest[:-1]}, "{name}": [{", ".join(text for _, text in encoded)}]}}'.encode()
 
 
 class PrintedCallGate:
@@ -5413,6 +5583,9 @@ class HttpProvider:
         self._fixed_wire = wire
         self._file = AdaptationFile(config.state_dir / "providers.json")
         self._native_callers: set[str] = set()  # sources that have called a tool in the wire's own form
+        self._valid = ValidMessages()
+        self._encode = RequestEncoder()
+        self._connecting = threading.Lock()
         self._client: openai.AsyncOpenAI | None = None
 
     @property
@@ -5446,14 +5619,14 @@ class HttpProvider:
         self, messages: Sequence[Message], tools: Sequence[Tool], interrupt: asyncio.Event
     ) -> AsyncGenerator[Delta | Reply, None]:
         """Send one request and read its reply, again and again while that can help. See Provider."""
-        messages, tries, used = valid_messages(messages), Tries(), Usage()
+        messages, tries, used = self._valid(messages), Tries(), Usage()
         may_guess = bool(tools) and not any(map(message_calls, messages)) and self._may_bind_replies()
         while True:
             wire = self._fixed_wire or WIRE_OF[self.wire_name()]()
             body = wire.body(self.source, self.model, messages, tools, self.adaptation)
             body = adapted_body(body, self.adaptation)
-            content = json.dumps(body).encode()
-            client = self._connected()
+            content = self._encode(body)
+            client = self.connect()
             reader = wire.reader(self.source, self.adaptation)
             exchange = Exchange(reader, self._first_limit_s(), self.config.idle_timeout_s, self.trace)
             gate = PrintedCallGate(is_open=not tools or self.source in self._native_callers)
@@ -5471,13 +5644,13 @@ class HttpProvider:
             finally:
                 await exchange.close()
             if reply:
-                used += reply.usage or Usage()
                 if awaits_content(reply.message) and isinstance(wire, JsonWire):
                     messages = [*messages, reply.message]
+                    used += reply.usage or Usage()
                     continue
                 for delta in gate.release() if reply.text else ():
                     yield delta
-                yield dataclasses.replace(reply, usage=used if reply.usage else None)
+                yield dataclasses.replace(reply, used_before=used)
                 return
             step = await self._after(failure, tries, body, len(content))
             yield step
@@ -5543,7 +5716,11 @@ class HttpProvider:
         if failure.text == "no connection":
             most = min(most, CONNECT_ATTEMPTS)
         if tries.attempts >= most:
-            raise ProviderError(f"{error} Gave up after {tries.attempts} tries.", True)
+            hint = ""
+            if failure.text == "no connection":
+                proxied = not is_loopback(self.base_url) and any(map(self.config.environ.get, PROXY_VARIABLES))
+                hint = " Is the proxy right that your environment names?" if proxied else " Is the server running?"
+            raise ProviderError(f"{error}. Gave up after {tries.attempts} tries.{hint}", True)
         delay_s = LOADING_DELAY_S if loading else backoff(tries.attempts, error.retry_after_s, random.random())
         if delay_s > MAX_WAIT_S:
             then = datetime.fromtimestamp(time.time() + delay_s).strftime("%H:%M")
@@ -5582,25 +5759,39 @@ class HttpProvider:
         assert isinstance(response, httpx2.Response)
         return response
 
-    def _connected(self) -> openai.AsyncOpenAI:
-        """The SDK's client, made at the first request and kept alive; raises ProviderError for a proxy that is none."""
-        if self._client is None:
-            import httpx2
-            import openai
+    def connect(self) -> openai.AsyncOpenAI:
+        """The SDK's client, made when it is first needed and kept alive: that takes long, and can be done in a thread.
 
-            try:
-                # a proxy cannot reach our loopback
-                http_client = openai.DefaultAsyncHttpx2Client(trust_env=not is_loopback(self.base_url))
-            except (ImportError, ValueError, OSError) as exc:
-                hint = "Check HTTP_PROXY, HTTPS_PROXY, ALL_PROXY and SSL_CERT_FILE."
-                raise ProviderError(f"the network settings cannot be used ({one_line(str(exc))}). {hint}") from None
-            self._client = openai.AsyncOpenAI(
-                api_key=self._key or "none", base_url=self.base_url, max_retries=0, http_client=http_client,
-                timeout=httpx2.Timeout(2 * SILENT_THINKING_S, connect=15),
-            )  # fmt: skip
-            if not says(r"//api\.openai\.com", self.base_url):
-                self._client.organization = self._client.project = None  # these are names at OpenAI
+        Raises ProviderError for a proxy that is none.
+        """
+        with self._connecting:
+            if self._client is None:
+                self._client = self._new_client()
         return self._client
+
+    def _new_client(self) -> openai.AsyncOpenAI:
+        import ssl
+
+        import httpx2
+        import openai
+
+        # A proxy cannot reach our loopback; and where nothing is encrypted no certificates are read, which is slow.
+        local = is_loopback(self.base_url)
+        verify: ssl.SSLContext | bool = True
+        if local and self.base_url.startswith("http://"):
+            verify = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # trusts nobody
+        try:
+            http_client = openai.DefaultAsyncHttpx2Client(trust_env=not local, verify=verify)
+        except (ImportError, ValueError, OSError) as exc:
+            hint = "Check HTTP_PROXY, HTTPS_PROXY, ALL_PROXY and SSL_CERT_FILE."
+            raise ProviderError(f"the network settings cannot be used ({one_line(str(exc))}). {hint}") from None
+        client = openai.AsyncOpenAI(
+            api_key=self._key or "none", base_url=self.base_url, max_retries=0, http_client=http_client,
+            timeout=httpx2.Timeout(2 * SILENT_THINKING_S, connect=15),
+        )  # fmt: skip
+        if not says(r"//api\.openai\.com", self.base_url):
+            client.organization = client.project = None  # these are names at OpenAI
+        return client
 
     async def close(self) -> None:
         """Close the connections."""
@@ -5993,6 +6184,16 @@ def _clipped(message: Message, limit: int) -> Message:
     return short
 
 
+def _in_short(call: ToolCall) -> str:
+    """A call on one line for the model: its name and its first argument."""
+    try:
+        given = json.loads(call.arguments or "{}", strict=False)
+    except json.JSONDecodeError:
+        given = None
+    first = str(next(iter(given.values()), "")) if isinstance(given, dict) else ""
+    return one_line(f"{call.name} {first}", 120).strip()
+
+
 def _stub(message: Message, call: ToolCall | None) -> Message:
     """An old tool result as one line: how long it was, how it ended, how to get it again."""
     text = message_text(message)
@@ -6000,7 +6201,7 @@ def _stub(message: Message, call: ToolCall | None) -> Message:
     if call and call.name == "run_shell_command":
         again = f"it ended with: {one_line(text.rstrip().rpartition(chr(10))[2], 100)}"
     elif call:
-        again = " ".join(describe_call(call)) + " shows it again"
+        again = f"{_in_short(call)} shows it again"
     return message | {"content": f"[{len(text)} characters left out to save room; {again}]"}
 
 
@@ -6153,7 +6354,7 @@ def extract_summary(text: str) -> str:
 
 def list_of_deeds(messages: Sequence[Message], before: str, limit: int) -> str:
     """A summary without a model: the former one, then the calls in order, the oldest left out."""
-    lines = [" ".join(describe_call(call)) for message in messages for call in message_calls(message)]
+    lines = [_in_short(call) for message in messages for call in message_calls(message)]
     kept = "\n".join(lines)
     return "\n".join([_clip_to(before, limit // 2), NO_SUMMARY, kept[-(limit // 2) :]]).strip()
 
@@ -6903,7 +7104,7 @@ class Agent:
         self.sources.clear()
         self.usage = Usage()
         self.steps = 0
-        self._partial = ""  # text of a reply that is still being streamed
+        self._partial: list[str] = []  # text of a reply that is still being streamed
         self._unusable_replies = 0
         self._last_call: tuple[str, str, str] | None = None
         self._same_calls = 0
@@ -6991,8 +7192,8 @@ class Agent:
                     break
         except Interrupted:
             reason = "interrupted"
-            if self._partial.strip():
-                yield self._add(assistant_message(self._partial))
+            if (partial := "".join(self._partial)).strip():
+                yield self._add(assistant_message(partial))
         except NoProgress as exc:
             failure = exc
         except ProviderError as exc:
@@ -7050,7 +7251,7 @@ class Agent:
                 async for item in stream:
                     if isinstance(item, Reply):
                         reply = item
-                        self.usage += item.usage or Usage()
+                        self.usage += (item.usage or Usage()) + item.used_before
                     elif purpose == "step" or isinstance(item, Retry | Adapted):
                         yield self._streamed(item)
         except (ProviderError, Interrupted) as exc:
@@ -7062,9 +7263,9 @@ class Agent:
     def _streamed(self, item: Delta) -> Delta:
         """Keep what was streamed, in case the reply is never completed."""
         if isinstance(item, TextDelta):
-            self._partial += item.text
+            self._partial.append(item.text)
         elif isinstance(item, Retry):
-            self._partial = ""
+            self._partial.clear()
         return item
 
     def _received(self, item: Reply | None) -> Reply:
@@ -7074,7 +7275,7 @@ class Agent:
         into a form that can be sent back, and becomes the reply's problem.
         """
         assert item is not None
-        self._partial = ""
+        self._partial.clear()
         calls, problem = settled_calls(item.tool_calls)
         calls = [dataclasses.replace(call, id=f"call{self._calls + i:05d}") for i, call in enumerate(calls)]
         return dataclasses.replace(item, message=with_calls(item.message, calls), problem=item.problem or problem)
@@ -7179,9 +7380,11 @@ def build_system_prompt(config: Config) -> str:
 
 
 # --- Session --------------------------------------------------------------------------------------
-# The session log: append-only JSON lines, each on disk before anything that depends on it happens. One record a
-# line; each also has `time`, seconds since the epoch. What was sent is not stored again: the system prompt, the
-# messages and the boundaries of a request rebuild it, and its digest proves that (see Replay).
+# The session log: append-only JSON lines, each handed to the system before anything that depends on it happens, so
+# that a killed process loses nothing. The disk itself has a record at the latest when the reply to the request after
+# it is there, and those of SYNCED_AT_ONCE before anything goes on: a power failure loses at most the last step. One
+# record a line; each also has `time`, seconds since the epoch. What was sent is not stored again: the system prompt,
+# the messages and the boundaries of a request rebuild it, and its digest proves that (see Replay).
 #
 #   type        fields                                                        when
 #   session     version, id, workspace, model, created, system, forked_from   first line
@@ -7208,6 +7411,7 @@ def build_system_prompt(config: Config) -> str:
 # Not covered: a log edited by hand into other valid records.
 
 LOG_VERSION = 1
+SYNCED_AT_ONCE = ("snapshot", "changed", "turn_end")
 KEEP_SESSIONS = 100  # of one workspace; the oldest are deleted
 KEEP_DAYS = 90  # sessions of a workspace that does not exist any more
 TRACE_BYTES = 200_000_000  # of raw requests and replies that one process keeps
@@ -7422,17 +7626,40 @@ def read_log(path: Path) -> Log:
 
 
 def write_all(file: int, data: bytes) -> None:
-    """Append data and wait until it is on disk; raises OSError after taking back a part that was written."""
+    """Append data; raises OSError after taking back a part that was written."""
     start = os.fstat(file).st_size
     rest = memoryview(data)
     try:
         while rest:
             rest = rest[os.write(file, rest) :]
-        os.fdatasync(file)
     except OSError:
         with contextlib.suppress(OSError):
             os.ftruncate(file, start)
         raise
+
+
+class DiskSync:
+    """Has the disk take what was written to a file: at once, or in a thread while something else is waited for."""
+
+    def __init__(self, file: int) -> None:
+        self._file = file
+        self._thread = concurrent.futures.ThreadPoolExecutor(1)
+        self._begun: concurrent.futures.Future[None] | None = None
+
+    def begin(self) -> None:
+        """Begin to sync; raises the OSError of the time before, which is over then."""
+        self.wait()
+        self._begun = self._thread.submit(os.fdatasync, self._file)
+
+    def wait(self) -> None:
+        """Wait for what was begun; raises OSError when it failed."""
+        begun, self._begun = self._begun, None
+        if begun:
+            begun.result()
+
+    def close(self) -> None:
+        """Wait for what was begun; errors come too late."""
+        self._thread.shutdown()
 
 
 class Session:
@@ -7448,6 +7675,7 @@ class Session:
         self.resumed = resumed
         self.notices: list[str] = []
         self._file = file
+        self._sync = DiskSync(file) if file is not None else None
         self._unwritten: list[bytes] = []
         self._traced = 0
 
@@ -7457,19 +7685,24 @@ class Session:
         return self.folded.id
 
     def record(self, event: Event) -> None:
-        """Append the event's record and wait until it is on disk."""
+        """Append the event's record; see the beginning of this section for when the disk has it."""
         if record := event_to_record(event):
             self.append(record)
 
     def append(self, record: Record) -> None:
         """Append one record. When the disk refuses it, it is kept in memory and tried again with the next one."""
         self.folded.apply(record)
-        if self._file is None:
+        if self._file is None or self._sync is None:
             return
         failing = bool(self._unwritten)
         self._unwritten.append(json.dumps({**record, "time": round(time.time(), 3)}).encode() + b"\n")
         try:
             write_all(self._file, b"".join(self._unwritten))
+            self._unwritten.clear()
+            if record["type"] in ("request", *SYNCED_AT_ONCE):
+                self._sync.begin()
+            if record["type"] in SYNCED_AT_ONCE:
+                self._sync.wait()
         except OSError as exc:
             if not failing:
                 self.notices.append(
@@ -7477,7 +7710,6 @@ class Session:
                     " happens from now on is kept in memory until there is room, and lost if the program ends before."
                 )
             return
-        self._unwritten.clear()
         if failing:
             self.notices.append("the session log can be written again; nothing is missing in it.")
 
@@ -7497,6 +7729,8 @@ class Session:
             return
         if self.path and not self.folded.messages and not self.resumed:
             self.path.unlink(missing_ok=True)
+        if self._sync:
+            self._sync.close()
         os.close(self._file)
         self._file = None
 
@@ -7540,6 +7774,7 @@ def _create_log(path: Path, records: Iterable[Record]) -> int:
     try:
         _lock(file)
         write_all(file, b"".join(json.dumps(record).encode() + b"\n" for record in records))
+        os.fdatasync(file)
         sync_directory(path.parent)
     except OSError:
         os.close(file)
@@ -9164,6 +9399,7 @@ class Screen:
         self._frame = frame
         self._busy = busy
         self._due = asyncio.Event()
+        self._stale = False  # whether the live region has to be drawn again whatever `frame` returns
         self._backlog: list[str] = []  # printed while an editor has the terminal
         self._drawn_at = self._resized_at = 0.0
         self._frame_hold = contextlib.ExitStack()
@@ -9187,7 +9423,8 @@ class Screen:
         return time.monotonic() - self._resized_at < SETTLE_S
 
     def touch(self) -> None:
-        """Have `frame` called soon."""
+        """Have `frame` called and the live region drawn soon."""
+        self._stale = True
         self._due.set()
 
     def commit(self, text: str) -> None:
@@ -9249,7 +9486,8 @@ class Screen:
             started = time.perf_counter()
             self.commit("")
             state = self._frame()
-            if state != shown:
+            if state != shown or self._stale:
+                self._stale = False
                 self._check_size()
                 self.app._redraw()
                 shown = state
@@ -9766,10 +10004,27 @@ class Toolbar:
         yield one_line(str(config.workspace), 60)
 
 
-def warm_up() -> None:
-    """Import what the first turn needs; run in a thread while the user reads the first screen."""
-    import openai.resources.chat  # noqa: F401
+def type_ahead(terminal_input: Input, typed: bytes) -> None:
+    """Let keys that were typed before come first. A line end among them is Enter: the terminal had changed it."""
+    from prompt_toolkit.input.typeahead import store_typeahead
+    from prompt_toolkit.input.vt100_parser import Vt100Parser
+    from prompt_toolkit.key_binding.key_processor import KeyPress
 
+    keys: list[KeyPress] = []
+    parser = Vt100Parser(keys.append)
+    parser.feed_and_flush(typed.decode("utf-8", "replace").replace("\n", "\r"))
+    store_typeahead(terminal_input, keys)
+
+
+def warm_up(provider: Provider, can_ask: threading.Event) -> None:
+    """Load what the first turn needs; run in a thread while the user reads the first screen."""
+    try:
+        if isinstance(provider, HttpProvider):
+            provider.connect()
+    except ProviderError:
+        pass  # the first request says it
+    finally:
+        can_ask.set()
     _markdown_type()
     _markdown_parser()
     highlight("pass", "python")
@@ -9799,7 +10054,10 @@ def _terminal_kept(output: TextIO) -> Iterator[None]:
 class Repl:
     """A conversation on a terminal, with an application at the bottom that is always there."""
 
-    def __init__(self, runtime: Runtime, terminal_input: Input | None = None, output: Output | None = None) -> None:
+    def __init__(
+        self, runtime: Runtime, terminal_input: Input | None = None, output: Output | None = None,
+        early: EarlyPrompt | None = None,
+    ) -> None:  # fmt: skip
         from prompt_toolkit.input.defaults import create_input
         from prompt_toolkit.output.vt100 import Vt100_Output
 
@@ -9820,7 +10078,9 @@ class Repl:
         self._status = 0
         self._started_at = 0.0
         self._ctrl_c_at = self._ctrl_d_at = -math.inf
-        self._warm = threading.Thread(target=warm_up, daemon=True)
+        self._early = early
+        self._can_ask = threading.Event()  # what a request needs is loaded
+        self._warm = threading.Thread(target=warm_up, args=(runtime.agent.provider, self._can_ask), daemon=True)
 
     async def run(self, notes: Sequence[str]) -> int:
         """Converse until the user leaves; returns the exit status."""
@@ -9828,12 +10088,15 @@ class Repl:
         runtime.sinks += [self.renderer, self.toolbar, self._on_event]
         runtime.renderer = self.renderer
         runtime.approvals.ask = self._ask
-        self.conversation.ready = lambda: asyncio.to_thread(self._warm.join)
+        self.conversation.ready = self._until_loaded
         self.conversation.on_idle = self._on_idle
         self.conversation.hand_over = lambda function: run_in_terminal(function, in_executor=True)
         self._fit_painter()
         from prompt_toolkit.application import run_in_terminal
 
+        if self._early:
+            self._early.take()
+            type_ahead(screen.app.input, self._early.typed)
         for note in notes:
             self.renderer.note(note, "notice")
         self.renderer.note(greeting(runtime), "dim")
@@ -9977,8 +10240,8 @@ class Repl:
         self.renderer.poll()
         phase = int(time.monotonic() * 5) if self.conversation.working and not self.asking else 0
         asking = self.asking and (self.asking.armed, self.asking.writing)
-        return (self.renderer.version, phase, self.conversation.working, asking, self.screen.columns, self.screen.rows,
-                len(self.runtime.agent.pending), self.toolbar.note)  # fmt: skip
+        return (self.renderer.version, phase, self._started_at, self.conversation.working, asking,
+                self.screen.columns, self.screen.rows, len(self.runtime.agent.pending), self.toolbar.note)  # fmt: skip
 
     def _fit_painter(self) -> None:
         self.painter.width = max(8, self.screen.columns - 1)
@@ -9989,6 +10252,10 @@ class Repl:
     def _after_first_frame(self, app: Application[int]) -> None:
         app.after_render -= self._after_first_frame
         self._warm.start()
+
+    async def _until_loaded(self) -> None:
+        if not self._can_ask.is_set():
+            await asyncio.to_thread(self._can_ask.wait)
 
     # what happens
 
@@ -10461,7 +10728,8 @@ class ReplayedAgent(Agent):
         self.compared += 1
         if without_times(result.content) != without_times(recorded):
             changes = clip(diff(recorded, result.content, call.name), 3_000, 1_000)
-            raise Divergence(f"the result of {' '.join(describe_call(call))} differs from the recorded one:\n{changes}")
+            told = f"{call.name} {describe_call(call)[1]}"
+            raise Divergence(f"the result of {told} differs from the recorded one:\n{changes}")
         return dataclasses.replace(result, content=recorded)
 
 
@@ -11102,6 +11370,15 @@ def _ask_on_terminal(question: str) -> bool:
     return False
 
 
+def ask_about_notes(config: Config, ask: Callable[[str], bool]) -> None:
+    """Ask, once for each text, whether project notes that came with the files are to be followed."""
+    trust = NotesTrust(config)
+    for note in read_notes(config):
+        if trust.answer(note) is None:
+            print(f"{clean(str(note.path))} ({len(note.text)} characters):\n{clean(clip(note.text, 600, 200))}\n")
+            trust.remember(note, ask("Follow these project notes? Otherwise the model reads them as mere context."))
+
+
 def replay_log(config: Config, options: argparse.Namespace) -> int:
     """Replay the log that the options name and return the exit status."""
     log = Path(options.replay).expanduser()
@@ -11118,7 +11395,12 @@ def replay_log(config: Config, options: argparse.Namespace) -> int:
     return asyncio.run(front())
 
 
-def run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
+def load(*names: str) -> None:
+    """Import modules in a thread, while this one waits for other things."""
+    threading.Thread(target=lambda: [importlib.import_module(name) for name in names], daemon=True).start()
+
+
+def run(options: argparse.Namespace, environ: Mapping[str, str], early: EarlyPrompt) -> int:
     """Do what the options say; raises AgentError for whatever the user can mend."""
     if options.json and options.prompt is None and not options.replay and sys.stdin.isatty():
         raise ConfigError("--json goes with --prompt.")
@@ -11126,7 +11408,13 @@ def run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
         raise ConfigError("--dry goes with --replay.")
     is_turn = not (options.sessions or options.replay or options.doctor)
     prompt = headless_prompt(options.prompt) if is_turn else None
-    ask = _ask_on_terminal if prompt is None else lambda question: False
+
+    def ask(question: str) -> bool:
+        early.end()
+        return prompt is None and _ask_on_terminal(question)
+
+    if is_turn:
+        load(*(("prompt_toolkit.application", "prompt_toolkit.widgets") if prompt is None else ("openai",)))
     workspace = prepare_workspace(options.start_dir, ask)
     config = load_config(vars(options), environ, workspace)
     sys.path[:] = [path for path in sys.path if path.startswith(sys.prefix) or not _is_below(Path(path), workspace)]
@@ -11134,6 +11422,7 @@ def run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
         print(describe_sessions(config))
         return 0
     if options.doctor:
+        early.end()
         try:
             return run_doctor(config, lambda config: choose_provider(config, lambda question: False))
         finally:
@@ -11141,9 +11430,13 @@ def run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
                 shutil.rmtree(workspace, ignore_errors=True)
     if options.replay:
         return replay_log(config, options)
+    if config.local is not None:
+        early.end()  # its weights may have to be fetched, which is shown
     if options.spec:
         copy_spec(options.spec, workspace)
     provider = choose_provider(config, ask)
+    if prompt is None and sys.stdin.isatty():
+        ask_about_notes(config, ask)
     runtime, notes = build_runtime(config, provider, options.new, options.resume or None)
     if options.start_dir is None:
         notes.insert(0, f"working directory: {workspace}")
@@ -11153,7 +11446,7 @@ def run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
             if prompt is not None:
                 return await run_headless(runtime, prompt, options.json, notes, options.require_tests)
             plain = config.plain_terminal or not sys.stdin.isatty() or not sys.stdout.isatty()
-            return await (PlainRepl(runtime) if plain else Repl(runtime)).run(notes)
+            return await (PlainRepl(runtime) if plain else Repl(runtime, early=early)).run(notes)
         finally:
             await runtime.close()
             await provider.close()
@@ -11161,11 +11454,17 @@ def run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
     return asyncio.run(front())
 
 
-def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.environ) -> int:
-    """Run the program and return its exit status."""
-    options = build_parser().parse_args(argv)
+def main(
+    argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.environ, early: EarlyPrompt | None = None
+) -> int:
+    """Run the program and return its exit status. `early`: the prompt, if it is on the screen already."""
+    # The imports make a million objects that all stay: looking again and again for garbage among them would take a
+    # fifth of the time.
+    gc.set_threshold(50_000, 20, 50)
+    early = early or EarlyPrompt(sys.argv[1:] if argv is None else argv, environ)
     try:
-        return run(options, environ)
+        options = build_parser().parse_args(argv)
+        return run(options, environ, early)
     except ConfigError as exc:
         status, text = EXIT_USAGE, str(exc)
     except AgentError as exc:
@@ -11176,9 +11475,20 @@ def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.envi
         status, text = 1, f"the package {exc.name} is missing. {how_to_install(required_packages().values())}"
     except KeyboardInterrupt:
         status, text = 130, "interrupted"
+    finally:
+        early.end()
     print(f"agent: {clean(text)}", file=sys.stderr)
     return status
 
 
+def program() -> None:
+    """Run `main`, then end at once: all is closed, and the interpreter's own clean-up takes a tenth of a second."""
+    status = main(early=_early_prompt)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(status)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    program()

@@ -162,7 +162,8 @@ def test_s2_45_slash_commands(server: Serve, repl: Callable[..., Terminal]) -> N
     enter(terminal, "second")
     terminal.wait_for(r"Two\.")
     assert [m["content"] for m in fake.last.messages[1:]] == ["second"]
-    enter(terminal, "/exit")
+    idle(terminal)
+    terminal.send("/exit\r")
     assert terminal.wait_exit() == 0
 
 
