@@ -35,10 +35,80 @@ if __name__ == "__main__" and not sys.flags.safe_path:
     _here = os.getcwd() if os.path.isdir(os.curdir) else ""
     sys.path[:] = [path for path in sys.path[1:] if os.path.isabs(path) and path != _here]
 
+
+class EarlyPrompt:
+    """The prompt on the screen before the rest of the program is loaded, and the keys that are typed until then.
+
+    It stands above the imports, and imports only what it needs itself, because all of them take ten times as long.
+    """
+
+    NOT_FOR = ("-p", "--prompt", "-h", "--help", "--version", "--sessions", "--json", "--replay")
+
+    def __init__(self, arguments: Sequence[str], environ: Mapping[str, str]) -> None:
+        """Show the prompt, if these arguments lead to one and the terminal can show it."""
+        import signal
+        import termios
+
+        self.typed = b""
+        """What was typed so far."""
+        self._shown = False
+        self._before: list[Any] | None = None  # the terminal's attributes
+        if any(argument.startswith(self.NOT_FOR) for argument in arguments) or not os.isatty(0) or not os.isatty(1):
+            return
+        if environ.get("TERM", "") in ("", "dumb", "unknown"):
+            return
+        self._before = termios.tcgetattr(0)
+        self._quiet = termios.tcgetattr(0)
+        self._quiet[0] &= ~termios.ICRNL  # else Enter could not be told from Ctrl-J
+        self._quiet[3] &= ~(termios.ECHO | termios.ICANON)
+        signal.signal(signal.SIGINT, self._on_ctrl_c)
+        termios.tcsetattr(0, termios.TCSANOW, self._quiet)
+        glyph = "›" if (sys.stdout.encoding or "").lower().startswith("utf") else ">"
+        style = "1" if environ.get("NO_COLOR") else "1;36"
+        os.write(1, f"\r\x1b[J\x1b[{style}m{glyph} \x1b[0m".encode(sys.stdout.encoding or "ascii"))
+        self._shown = True
+
+    def take(self) -> None:
+        """Take the prompt off the screen and read what was typed; the terminal stays quiet until `end`."""
+        import select
+        import signal
+        import termios
+
+        if self._before is None:
+            return
+        termios.tcsetattr(0, termios.TCSANOW, self._quiet)
+        if self._shown:
+            self._shown = False
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            os.write(1, b"\r\x1b[J")
+        while select.select([0], [], [], 0)[0] and (data := os.read(0, 1 << 16)):
+            self.typed += data
+
+    def end(self) -> None:
+        """Take the prompt off the screen and make the terminal as it was before."""
+        import contextlib
+        import termios
+
+        if self._shown:
+            self.take()
+        if self._before:
+            with contextlib.suppress(termios.error):  # the terminal is gone
+                termios.tcsetattr(0, termios.TCSANOW, self._before)
+
+    def _on_ctrl_c(self, number: int, frame: object) -> None:
+        self.end()
+        os._exit(130)
+
+
+# Only where this file is the program: as a script, with -m, or as the installed command `agent`.
+_is_program = __name__ == "__main__" or os.path.basename(sys.argv[0] if sys.argv else "") == "agent"
+_early_prompt = EarlyPrompt(sys.argv[1:], os.environ) if _is_program else None
+
 import argparse
 import ast
 import asyncio
 import codecs
+import concurrent.futures
 import contextlib
 import dataclasses
 import difflib
@@ -47,6 +117,7 @@ import errno
 import fcntl
 import fnmatch
 import functools
+import gc
 import hashlib
 import importlib.util
 import io
@@ -464,7 +535,8 @@ def message_calls(message: Message) -> list[ToolCall]:
 
 @dataclass(frozen=True)
 class Reply:
-    """One complete answer of the model. `finish_reason`: "stop" or "length".
+    """One complete answer of the model. `finish_reason`: "stop" or "length". `usage`: of the request that completed
+    it; `used_before`: of those before it, where an answer takes several.
 
     `problem` says what is wrong with a reply that cannot be used; `thinks_first`: its thinking ended with a tag
     that was never opened.
@@ -473,6 +545,7 @@ class Reply:
     message: Message
     finish_reason: str = "stop"
     usage: Usage | None = None
+    used_before: Usage = Usage()
     problem: str = ""
     thinks_first: bool = False
 
@@ -615,10 +688,10 @@ def _legal_calls(message: Message, taken: set[str]) -> dict[str, ToolCall]:
     return calls
 
 
-def _answers(messages: Sequence[Message]) -> dict[str, str]:
-    """call id -> content of the tool messages up to the next assistant message."""
+def _answers(messages: Sequence[Message], start: int) -> dict[str, str]:
+    """call id -> content of the tool messages from `start` up to the next assistant message."""
     answers: dict[str, str] = {}
-    for message in messages:
+    for message in (messages[index] for index in range(start, len(messages))):
         if message.get("role") == "assistant":
             break
         if message.get("role") == "tool":
@@ -637,26 +710,47 @@ def _append(valid: list[Message], message: Message) -> None:
     valid[-1].pop(NATIVE, None)
 
 
-def valid_messages(messages: Sequence[Message]) -> list[Message]:
-    """The messages as every service accepts them; what is valid already comes back unchanged.
+class ValidMessages:
+    """Makes messages valid, request after request; what the request before held already is not looked at again."""
 
-    At most one system message, and it is the first; each call answered directly after it, no answer without its
-    call; no empty content; roles alternate; legal and unique call ids, legal names, arguments that are JSON
-    objects; no lone surrogates; the last message is never the assistant's.
-    """
-    messages = [well_formed(message) for message in messages]
-    valid: list[Message] = []
-    taken: set[str] = set()
-    for index, message in enumerate(messages):
-        role, text = message.get("role"), message_text(message)
+    def __init__(self) -> None:
+        self._given: list[Message] = []
+        self._valid: list[Message] = []
+        self._taken: set[str] = set()  # ids of calls
+
+    def __call__(self, messages: Sequence[Message]) -> list[Message]:
+        """The messages as every service accepts them. See `valid_messages`."""
+        if not self._goes_on(messages):
+            self._given, self._valid, self._taken = [], [], set()
+        added = [well_formed(message) for message in messages[len(self._given) :]]
+        self._given = list(messages)
+        for index, message in enumerate(added):
+            self._add(message, added, index + 1)
+        ends_badly = not self._valid or self._valid[-1]["role"] in ("assistant", "system")
+        return [*self._valid, user_message(GO_ON)] if ends_badly else list(self._valid)
+
+    def _goes_on(self, messages: Sequence[Message]) -> bool:
+        """Whether an assistant's message follows on those of the request before: then none of them can change."""
+        known = len(self._given)
+        return (
+            0 < known < len(messages)
+            and messages[known].get("role") == "assistant"
+            and bool(self._valid)
+            and self._valid[-1]["role"] in ("user", "tool")
+            and messages[:known] == self._given
+        )
+
+    def _add(self, message: Message, messages: Sequence[Message], after: int) -> None:
+        """Add one message and, to an assistant's, the answers to its calls, which stand from `after` on."""
+        role, text, valid = message.get("role"), message_text(message), self._valid
         if role == "assistant":
-            calls = _legal_calls(message, taken)
+            calls = _legal_calls(message, self._taken)
             if not calls and not text.strip():
-                continue
+                return
             if not valid or valid[-1]["role"] == "system":
                 valid.append(user_message(GO_ON))
             _append(valid, with_calls(message if text.strip() else message | {"content": None}, list(calls.values())))
-            answers = _answers(messages[index + 1 :])
+            answers = _answers(messages, after)
             for id, call in calls.items():
                 content = answers.get(id, NOT_EXECUTED)
                 valid.append(tool_message(call, ToolResult(content if content.strip() else "")))
@@ -664,9 +758,16 @@ def valid_messages(messages: Sequence[Message]) -> list[Message]:
             valid.append(system_message(text))
         elif role != "tool" and text.strip():
             _append(valid, user_message(text))
-    if not valid or valid[-1]["role"] in ("assistant", "system"):
-        valid.append(user_message(GO_ON))
-    return valid
+
+
+def valid_messages(messages: Sequence[Message]) -> list[Message]:
+    """The messages as every service accepts them; what is valid already comes back unchanged.
+
+    At most one system message, and it is the first; each call answered directly after it, no answer without its
+    call; no empty content; roles alternate; legal and unique call ids, legal names, arguments that are JSON
+    objects; no lone surrogates; the last message is never the assistant's.
+    """
+    return ValidMessages()(messages)
 
 
 # --- Events ---------------------------------------------------------------------------------------
@@ -1280,6 +1381,7 @@ class Workspace:
 # sockets; a program that swaps directories for links while files are put back.
 
 MAX_FILE_BYTES = 50_000_000
+PIECE_BYTES = 250_000  # of a file in memory at a time
 MAX_ENTRIES = 200_000  # in one workspace
 MAX_NEW_BYTES = 2_000_000_000  # that one snapshot adds
 MAX_STORE_BYTES = 1_000_000_000  # of one workspace, compressed: beyond it the oldest snapshots are forgotten
@@ -1342,8 +1444,8 @@ def _open_directory(name: str, parent: int | None = None) -> int:
         return os.open(name, flags, dir_fd=parent)
 
 
-def _read_file(name: str, parent: int) -> bytes:
-    """The content of a regular file, also of one that its owner made unreadable; raises OSError."""
+def _open_file(name: str, parent: int) -> IO[bytes]:
+    """A regular file to be read, also one that its owner made unreadable; raises OSError."""
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
         file = os.open(name, flags, dir_fd=parent)
@@ -1354,8 +1456,7 @@ def _read_file(name: str, parent: int) -> bytes:
             file = os.open(name, flags, dir_fd=parent)
         finally:
             os.chmod(name, mode, dir_fd=parent)
-    with open(file, "rb") as source:
-        return source.read(MAX_FILE_BYTES + 1)
+    return open(file, "rb")
 
 
 class SnapshotStore:
@@ -1391,44 +1492,64 @@ class SnapshotStore:
     def _put(self, data: bytes) -> str:
         """Store data under its hash and return that."""
         name = hashlib.blake2b(data, digest_size=20).hexdigest()
-        path = self._path(name)
-        if os.path.exists(path):
-            return name
-        packed = zlib.compress(data, 1)
-        self._new_bytes += len(packed)
+        if not os.path.exists(self._path(name)):
+            self._write(iter([data]), name)
+        return name
+
+    def _write(self, pieces: Iterator[bytes], name: str = "") -> str:
+        """Store pieces of data, compressed, under their hash (`name` when it is known) and return it."""
         self._new_objects += 1
-        if self._new_bytes > MAX_NEW_BYTES:
-            raise SnapshotError(f"it would take more than {MAX_NEW_BYTES // 10**9} GB")
-        if self._new_objects % 1000 == 1 or len(packed) > 1_000_000:
-            free = shutil.disk_usage(self.folder).free
-            if free < MIN_FREE_BYTES:
-                raise SnapshotError(f"only {free // 10**6} MB are free on the disk of {self.folder}")
-        os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
-        temporary = f"{path}.{secrets.token_hex(4)}"
+        self._count_new(0)
+        digest, packer = hashlib.blake2b(digest_size=20), zlib.compressobj(1)
+        temporary = f"{self._objects}/{secrets.token_hex(8)}.new"
         try:
             file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
             with open(file, "wb") as target:
-                target.write(packed)
+                for piece in pieces:
+                    digest.update(piece)
+                    self._count_new(target.write(packer.compress(piece)))
+                self._count_new(target.write(packer.flush()))
                 target.flush()
                 if self._new_objects <= SYNC_EACH:
                     os.fdatasync(file)
-            os.replace(temporary, path)
-        except OSError:
+            name = name or digest.hexdigest()
+            os.makedirs(os.path.dirname(self._path(name)), mode=0o700, exist_ok=True)
+            os.replace(temporary, self._path(name))
+        except (OSError, SnapshotError, Interrupted):
             with contextlib.suppress(OSError):
                 os.unlink(temporary)
             raise
         return name
 
-    def get(self, name: str) -> bytes:
-        """The data of an object; raises SnapshotError when it is gone or damaged."""
+    def _count_new(self, size: int) -> None:
+        """Note new bytes of an object; raises SnapshotError when it becomes too much."""
+        if self._stop():
+            raise Interrupted
+        self._new_bytes += size
+        if self._new_bytes > MAX_NEW_BYTES:
+            raise SnapshotError(f"it would take more than {MAX_NEW_BYTES // 10**9} GB")
+        if size > 100_000 or self._new_objects % 1000 == 1:
+            free = shutil.disk_usage(self.folder).free
+            if free < MIN_FREE_BYTES:
+                raise SnapshotError(f"only {free // 10**6} MB are free on the disk of {self.folder}")
+
+    def pieces(self, name: str) -> Iterator[bytes]:
+        """The data of an object, piece by piece; raises SnapshotError, at the end when it is damaged."""
+        digest, unpacker = hashlib.blake2b(digest_size=20), zlib.decompressobj()
         try:
             with open(self._path(name), "rb") as file:
-                data = zlib.decompress(file.read())
+                while packed := file.read(PIECE_BYTES):
+                    piece = unpacker.decompress(packed)
+                    digest.update(piece)
+                    yield piece
         except (OSError, zlib.error):
-            data = b""
-        if hashlib.blake2b(data, digest_size=20).hexdigest() != name:
+            pass  # the hash tells
+        if digest.hexdigest() != name:
             raise SnapshotError("its saved content is gone")
-        return data
+
+    def get(self, name: str) -> bytes:
+        """The data of an object; raises SnapshotError when it is gone or damaged."""
+        return b"".join(self.pieces(name))
 
     def tree(self, name: str) -> Tree:
         """The directory that an object lists; raises SnapshotError."""
@@ -1444,7 +1565,8 @@ class SnapshotStore:
         """
         self._begin(stop)
         try:
-            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            for folder in (self.folder, self.folder / "objects", self.folder / "roots"):
+                folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._load_index()
             directory = _open_directory(str(self.root))
             try:
@@ -1527,12 +1649,15 @@ class SnapshotStore:
         if status.st_size > MAX_FILE_BYTES:
             return uncovered
         try:
-            data = _read_file(name, directory)
+            file = _open_file(name, directory)
         except OSError:
             return uncovered
-        if len(data) > MAX_FILE_BYTES:
-            return uncovered
-        content = self._put(data)
+        with file:
+            if status.st_size <= PIECE_BYTES:
+                content = self._put(file.read(MAX_FILE_BYTES))
+            else:
+                pieces = iter(lambda: file.read(PIECE_BYTES), b"")  # of a file that may be growing
+                content = self._write(itertools.islice(pieces, MAX_FILE_BYTES // PIECE_BYTES + 1))
         if max(status.st_mtime_ns, status.st_ctime_ns) < self._started_ns - SETTLED_NS:
             self._seen[where] = [signature, content]
         return Entry("f", mode, content)
@@ -1561,9 +1686,7 @@ class SnapshotStore:
 
     def _note_root(self, name: str) -> None:
         """Remember that the owner needs this tree; the file's time says since when."""
-        roots = self.folder / "roots"
-        roots.mkdir(exist_ok=True, mode=0o700)
-        (roots / f"{name}.{self.owner}").touch(mode=0o600)
+        (self.folder / "roots" / f"{name}.{self.owner}").touch(mode=0o600)
 
     def _mark(self, name: str, marked: set[str]) -> int:
         """Add an object and all below it to `marked`; returns the bytes that this added."""
@@ -1733,7 +1856,6 @@ class SnapshotStore:
 
     def _put_back(self, directory: int, name: str, goal: Entry) -> None:
         """Make a file or a link beside its place and move it there."""
-        data = self.get(goal.content) if goal.kind == "f" else b""
         temporary = f".agent-{secrets.token_hex(6)}"
         try:
             if goal.kind == "l":
@@ -1741,12 +1863,12 @@ class SnapshotStore:
             else:
                 flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
                 with open(os.open(temporary, flags, 0o600, dir_fd=directory), "wb") as file:
-                    file.write(data)
+                    file.writelines(self.pieces(goal.content))
                     file.flush()
                     os.fchmod(file.fileno(), goal.mode)
                     os.fdatasync(file.fileno())
             os.replace(temporary, name, src_dir_fd=directory, dst_dir_fd=directory)
-        except OSError:
+        except (OSError, SnapshotError):
             with contextlib.suppress(OSError):
                 os.unlink(temporary, dir_fd=directory)
             raise
@@ -1759,10 +1881,11 @@ class SnapshotStore:
 # Not covered: what is written into the workspace and run later by someone else; CPU and memory; a hard link to a file
 # outside that existed before; a unix socket in the home directory; a setuid file that root makes in the workspace.
 
-# The shell that runs the command as "$0": no core files, first to go when memory ends. Inside a process namespace
-# of its own it also waits for what the command left running, and says what it stopped.
+# The shell that runs the command, which it gets as "$0": no core files, first to go when memory ends. Inside a
+# process namespace of its own it also waits for what the command left running, and says what it stopped; elsewhere
+# it runs the command itself, since a second shell takes longer to start than most commands run.
 PRELUDE = "echo 800 2>/dev/null >/proc/self/oom_score_adj; ulimit -c 0; "
-PLAIN_SHELL = PRELUDE + 'exec SHELL -c "$0"'
+PLAIN_SHELL = PRELUDE + 'set -- "$0"; BASH_ARGV0=SHELL; eval "shift; $1"'
 BOXED_SHELL = PRELUDE + (
     'ulimit -u 2048; exec 3>&2 2>/dev/null; SHELL -c "$0" 2>&3 3>&-; r=$?\n'
     "for i in 1 2 3 4 5; do set -- /proc/[0-9]*; [ $# -le 2 ] && exit $r; sleep .05; done\n"
@@ -1989,6 +2112,7 @@ def probe_sandbox(workspace: Workspace, state_dir: Path, search_path: str) -> tu
 # there is no /proc, whatever left its process group.
 
 HEAD_BYTES, TAIL_BYTES = 8_000, 24_000  # of a command's output: what the model is shown
+PIPE_BYTES = 1 << 18  # between a command and us: four times the usual, so that a flood takes a quarter of the turns
 SPOOL_BYTES, OUTPUT_LIMIT = 64 << 20, 1 << 30  # what is kept on disk; where the command is stopped
 MAX_TIMEOUT_S = 600
 DRAIN_S = 0.5  # how long to read on after the shell has exited: what it started may hold the pipe open for ever
@@ -2031,7 +2155,7 @@ class CommandOutput:
         room = HEAD_BYTES - len(self.head)
         if room > 0:
             self.head, data = self.head + data[:room], data[room:]
-        self.tail = (self.tail + data)[-TAIL_BYTES:]
+        self.tail = (self.tail + data[-TAIL_BYTES:])[-TAIL_BYTES:]
 
     def overrun(self) -> str:
         """Why the command has to be stopped, "" as long as it does not."""
@@ -2091,12 +2215,22 @@ def _process_table() -> dict[int, _Process]:
     return table
 
 
-def adopt_orphans() -> None:
+def adopt_orphans() -> bool:
     """Become the parent of what our commands' processes leave behind, so that it is found (Linux)."""
-    if sys.platform == "linux":
-        import ctypes
+    if sys.platform != "linux":
+        return False
+    import ctypes
 
-        ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
+    return bool(ctypes.CDLL(None).prctl(36, 1, 0, 0, 0) == 0)  # PR_SET_CHILD_SUBREAPER
+
+
+def our_children() -> set[int] | None:
+    """The processes whose parent we are; None where the system does not list them."""
+    try:
+        lists = [Path(f"/proc/self/task/{thread}/children").read_bytes() for thread in os.listdir("/proc/self/task")]
+    except OSError:
+        return None
+    return {int(pid) for pids in lists for pid in pids.split()}
 
 
 class Job:
@@ -2104,9 +2238,12 @@ class Job:
 
     def __init__(
         self, command: str, argv: Sequence[str], cwd: Path, environ: Mapping[str, str], output: CommandOutput,
-        confined: bool, emit: Callable[[str], None],
+        confined: bool, emit: Callable[[str], None], adopted: set[int] | None = None,
     ) -> None:  # fmt: skip
-        """Start the command; raises OSError or ValueError when that is not possible."""
+        """Start the command; raises OSError or ValueError when that is not possible.
+
+        `adopted`: our children before the start, where every orphan of the command becomes one; None elsewhere.
+        """
         import subprocess
 
         self.command = command
@@ -2118,12 +2255,16 @@ class Job:
         self.exited = asyncio.Event()  # the shell has ended
         self.ended = asyncio.Event()  # nothing is left, and `how` is known
         self._emit = emit
+        self._adopted = adopted
         self._tag = secrets.token_hex(16)
         self._unseen = b""
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._eof = asyncio.Event()
         self._pipe, writing = os.pipe()  # our own: a file object's end of file may come long after the exit
         os.set_blocking(self._pipe, False)
+        if hasattr(fcntl, "F_SETPIPE_SZ"):
+            with contextlib.suppress(OSError):  # the user's pipes may have used up what the system allows
+                fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
         try:
             self.process = subprocess.Popen(
                 argv, cwd=cwd, env={**environ, "AGENT_CALL": self._tag}, stdin=subprocess.DEVNULL, stdout=writing,
@@ -2155,7 +2296,7 @@ class Job:
 
     def _read(self) -> None:
         try:
-            data = os.read(self._pipe, 1 << 16)
+            data = os.read(self._pipe, PIPE_BYTES)
         except BlockingIOError:
             return
         if not data:
@@ -2164,7 +2305,7 @@ class Job:
         self.output.add(data)
         if not self._unseen:  # at most ten updates a second, and of a flood only its end
             self._loop.call_later(0.1, self._show)
-        self._unseen = (self._unseen + data)[-4096:]
+        self._unseen = (self._unseen + data[-4096:])[-4096:]
 
     def _show(self) -> None:
         data, self._unseen = self._unseen, b""
@@ -2196,6 +2337,11 @@ class Job:
         while more := {pid for pid, entry in table.items() if entry.parent in found} - found:
             found |= more
         return found & table.keys()
+
+    def _left_nothing(self) -> bool:
+        """Whether the shell, which has exited, surely left no process: a look that costs less than `_alive`."""
+        children = our_children()
+        return children is not None and self._adopted is not None and children <= self._adopted
 
     async def run(self, timeout_s: float, interrupt: asyncio.Event) -> None:
         """Wait for the end: the shell's exit, the limit, the interrupt. Then nothing of the command is left."""
@@ -2240,8 +2386,8 @@ class Job:
 
     async def _stop(self) -> int:
         """End the processes, politely first; how many there were. bwrap itself is only killed: it ends all at once."""
-        if self.exited.is_set() and self.confined:
-            return 0  # the process namespace is gone, and all in it
+        if self.exited.is_set() and (self.confined or self._left_nothing()):
+            return 0  # confined: the process namespace is gone, and all in it
         left, spared = 0, {self.process.pid} if self.confined else set()
         polite = [(0, LEFTOVER_S)] if self.exited.is_set() else [(signal.SIGINT, 0.5)]
         for number, patience_s in (*polite, (signal.SIGTERM, 0.7), (signal.SIGKILL, 2.0)):
@@ -2339,7 +2485,7 @@ class Jobs:
         unsandboxed: bool = False, read_only: bool = False, background: bool = False,
     ) -> Job:  # fmt: skip
         """Start a command; raises OSError or ValueError when that is not possible."""
-        sandbox = None if unsandboxed else self.sandbox
+        sandbox, adopted = None if unsandboxed else self.sandbox, None
         environ = {**self._environ, "AGENT_SESSION": self._session_tag}
         self._watch_over()
         if sandbox:
@@ -2347,13 +2493,13 @@ class Jobs:
             argv = sandbox.wrap(command, network, read_only, holder)
             environ |= BOXED_ENVIRONMENT
         else:
-            adopt_orphans()
+            adopted = our_children() if adopt_orphans() else None
             argv = [self._shell, "-c", PLAIN_SHELL.replace("SHELL", self._shell), command]
         number = max(self.background, default=0) + 1
         name = f"job-{number}.log" if background else f"call-{secrets.token_hex(4)}.log"
         output = CommandOutput(self.folder / name, f"/tmp/{name}" if sandbox else str(self.folder / name), background)
         in_namespace = bool(sandbox and sandbox.program.endswith("bwrap"))
-        job = Job(command, argv, self.workspace.root, environ, output, in_namespace, emit)
+        job = Job(command, argv, self.workspace.root, environ, output, in_namespace, emit, adopted)
         if background:
             self.background[number] = job
             self._tasks[number] = asyncio.ensure_future(job.run(math.inf, asyncio.Event()))
@@ -3020,6 +3166,22 @@ READ_FROM_FILE = Tool(
 )
 
 TOOLS = (RUN_SHELL_COMMAND, LIST_FILES, WRITE_TO_FILE, READ_FROM_FILE)
+
+
+VERBS = {"run_shell_command": "$", "read_from_file": "read", "write_to_file": "write", "list_files": "list"}
+
+
+def describe_call(call: ToolCall) -> tuple[str, str]:
+    """(what a call does, to what), each on one line."""
+    verb = VERBS.get(call.name, one_line(call.name))
+    try:
+        arguments = json.loads(call.arguments or "{}", strict=False)
+    except json.JSONDecodeError:
+        return verb, one_line(call.arguments, 200)
+    values = list(arguments.values()) if isinstance(arguments, dict) else []
+    key = "path" if isinstance(arguments, dict) and "path" in arguments else None
+    subject = arguments[key] if key else values[0] if values else "."
+    return verb, one_line(str(subject), 200)
 
 
 def find_tool(name: str) -> Tool:
@@ -3799,7 +3961,9 @@ def _text_of(value: Any) -> str:
     """A content as text: a string, or a list of parts of which only texts and refusals count."""
     if isinstance(value, str):
         return value
-    parts = value if isinstance(value, list) else []
+    if not isinstance(value, list):
+        return ""
+    parts: list[Any] = value
     return "".join(_text_of(p.get("text") or p.get("refusal")) if isinstance(p, dict) else _text_of(p) for p in parts)
 
 
@@ -3836,11 +4000,17 @@ class ThoughtFilter:
 
     def __init__(self, thinks_first: bool = False) -> None:
         self.thinks_first = thinks_first
-        self.answer = ""
+        self._said: list[str] = []  # pieces: to join them each time would take longer the longer the answer is
+        self._tail = ""  # the end of what was said
         self._held = ""  # not decided yet: the beginning, or what may be the start of the end tag
         self._end = THINK_TAGS[0][1] if thinks_first else ""  # the tag that ends the thinking we are in
         self._begun = False
         self._thought = ""
+
+    @property
+    def answer(self) -> str:
+        """The answer so far."""
+        return "".join(self._said)
 
     def feed(self, text: str) -> list[Delta]:
         """The deltas that this piece of text completes."""
@@ -3870,12 +4040,13 @@ class ThoughtFilter:
     def _say(self) -> list[Delta]:
         text, self._held = self._held, ""
         deltas: list[Delta] = []
-        ends = not self.thinks_first and "</think>" in self.answer[-8:] + text
+        ends = not self.thinks_first and "</think>" in self._tail + text
         if ends and (found := LONE_END.search(self.answer + text)):
-            so_far, self.answer, self.thinks_first = self.answer, "", True
+            so_far, self._said, self.thinks_first = self.answer, [], True
             thought, text = (so_far + text)[len(so_far) : found.start()], (so_far + text)[found.end() :].lstrip("\n")
             deltas += [ThinkingDelta(thought)] if thought else []
-        self.answer += text
+        self._said.append(text)
+        self._tail = (self._tail + text)[-8:]
         return [*deltas, TextDelta(text)] if text else deltas
 
     def finish(self) -> list[Delta]:
@@ -4075,8 +4246,8 @@ class ChatReader:
             if isinstance(part, dict) and "thinking" in part:  # Mistral's parts
                 if thought := _text_of(part["thinking"]):
                     deltas.append(ThinkingDelta(thought))
-            else:
-                deltas += self._filter.feed(_text_of([part]))
+            elif text := part if isinstance(part, str) else _text_of([part]):
+                deltas += self._filter.feed(text)
         return deltas
 
     def end(self) -> list[Delta]:
@@ -4138,6 +4309,8 @@ class ChatWire:
 
     def _message(self, source: str, message: Message, flags: frozenset[str]) -> Message:
         """One message with its native content, where that came from this source, and without it elsewhere."""
+        if NATIVE not in message and not flags:
+            return message
         native, sent = native_of(message, source), without_native(message)
         if "no_tool_name" in flags and sent["role"] == "tool":
             del sent["name"]
@@ -4406,8 +4579,13 @@ Example. User: Add a function double to calc.py and test it.
 
 PLAN_FILE = "plan.txt"
 PLAN_FILES = ("spec.txt", PLAN_FILE)  # what they name is what is to be made
-PLAN_ONLY = re.compile(
-    r"\bplan\b.*\b(do not|don't|no|without|not yet|only)\b|\b(do not|don't|no|without|only)\b.*\bplan\b", re.I | re.S
+MAKE_PLAN = re.compile(
+    r"\b(write|make|create|prepare|propose|sketch|draw up|outline|give|want)\b[^.\n]{0,40}\bplan\b", re.I
+)
+NO_CODE = re.compile(
+    r"\b(do not|don't|no|without|not)\b[^.\n]{0,30}\b(code|coding|implement\w*|program\w*)\b"
+    r"|\b(only|just)\b.{0,20}\bplan\b|\bplan only\b",
+    re.IGNORECASE,
 )
 QUESTION = re.compile(
     r"\s*(what|which|who|whose|why|where|when|how|is|are|was|were|did|does|do|has|have)\b.*\?\s*$", re.I | re.S
@@ -4423,12 +4601,16 @@ FILE_NAME = re.compile(
 PROGRAM = re.compile(r"\.(py|js|ts|sh|c|cpp|go|rs|rb|java)$")
 TEST_FILE = re.compile(r"(^|/)(test_\w+|\w+_test)\.py$")
 LANGUAGES = {"py": "python", "js": "javascript", "ts": "typescript", "sh": "bash", "md": "markdown", "rs": "rust"}
+DEFINITION = re.compile(r"^(?:async def|def|class) ([a-zA-Z]\w*)", re.MULTILINE)
 TRACEBACK_LINE = re.compile(r'File "([^"\n]+)", line \d+')
+COMPARED_ERROR = re.compile(r"\bassert(?!Raises)\w+\(.*\b[A-Z]\w*Error\)$", re.MULTILINE)  # as if it were a result
 STATUS_LINE = re.compile(r"^\[exit code (\d+)", re.MULTILINE)
 NO_TESTS = re.compile(r"^(Ran 0 tests|NO TESTS RAN)", re.MULTILINE)
+KNOW_ENOUGH = "If you know enough, answer."
 MAX_LOOKS = 6  # calls that only look before something must be done
 MAX_MENDS = 6  # failed attempts to mend before the model may say that it failed
 TEMPERATURE, WARMER, WARMEST = 0.2, 0.2, 0.8  # the first mend is asked for at the first; a mend that failed adds
+SHOWN_FILE, SHOWN_OUTPUT = (6000, 2000), (1000, 2000)  # characters at head and tail of a longer result
 JSON_TOKENS, TEXT_TOKENS = 800, 4000  # a small model can go on for ever
 
 
@@ -4462,18 +4644,21 @@ class Course:
         self.sent: list[Message] = []
         self.texts: dict[str, str] = {}  # what is known of files: their whole text
         self.present: set[str] = set()  # files known to be there
+        self.absent: set[str] = set()  # files that could not be read
         self.folders: set[str] = set()
         self._begin("")
 
     def _begin(self, prompt: str) -> None:
         """A turn: its kind is "plan" (only a plan is wanted), "question" or "work"."""
         is_work = bool(CHANGE_WORDS.search(prompt)) and not QUESTION.match(prompt)
-        self.kind = "plan" if PLAN_ONLY.search(prompt) else "work" if is_work else "question"
+        is_plan = MAKE_PLAN.search(prompt) and NO_CODE.search(prompt)
+        self.kind = "plan" if is_plan else "work" if is_work else "question"
         self.asked = [name for name in FILE_NAME.findall(prompt) if name not in PLAN_FILES]
         self.looks = self.mends = 0  # calls that only looked in a row; mends that failed
         self.last = ""  # the last tool
         self.wrote: list[str] = []
-        self.is_listed = self.is_unchecked = self.is_failing = self.is_unchanged = False
+        self.is_refused = False  # the last write was
+        self.is_listed = self.has_run = self.is_unchecked = self.is_failing = self.is_unchanged = False
         self.suspects: list[str] = []
 
     @property
@@ -4483,6 +4668,11 @@ class Course:
             return []
         named = [name for file in PLAN_FILES for name in FILE_NAME.findall(self.texts.get(file, ""))]
         return [name for name in dict.fromkeys(named) if name not in self.present]
+
+    @property
+    def unwritten(self) -> list[str]:
+        """Files that the prompt names and that are not there yet."""
+        return [name for name in self.asked if name not in self.present and name not in self.wrote]
 
     @property
     def temperature(self) -> float:
@@ -4527,7 +4717,8 @@ class Course:
         if answer is None:  # the text of the file is still to be asked for
             self._say("user", self.content_request(path))
             return
-        result = message_text(answer)
+        sizes = SHOWN_OUTPUT if call.name == "run_shell_command" else SHOWN_FILE
+        result = clip(message_text(answer), *sizes)
         self._note(call.name, path or str(arguments.get("directory", "")), content, result)
         self._say("user", "\n\n".join(filter(None, ["Result:\n" + result, self._advice()])))
 
@@ -4546,24 +4737,41 @@ class Course:
             )
             return f"The plan, in one code block: {steps}. No code."
         if TEST_FILE.search(path):
-            checks = "It imports what it tests, and checks just what the task says"
-            return f"The whole content of {path}, in one code block. {checks}:"
+            return (
+                f"The whole content of {path}, in one code block. It checks just what the task says; an error that is"
+                f" expected with `with self.assertRaises(NAME):`. It begins with:\nimport unittest{self._imports()}"
+            )
         return f"The whole content of {path}, complete and just as the task says, in one code block:"
+
+    def _imports(self) -> str:
+        """The lines that import what the programs of this turn define."""
+        lines = ""
+        for path in dict.fromkeys(self.wrote):
+            names = DEFINITION.findall(self.texts[path])
+            if re.fullmatch(r"\w+\.py", path) and not TEST_FILE.search(path) and names:
+                lines += f"\nfrom {path.removesuffix('.py')} import {', '.join(names)}"
+        return lines
 
     def _note(self, tool: str, path: str, content: str, result: str) -> None:
         """Learn from one result."""
         self.last, failed = tool, result.startswith((f"{path}: ", "Denied:", NOT_EXECUTED, SKIPPED, CUT_OFF))
+        self.is_refused = tool == "write_to_file" and not result.startswith("File written")
         if tool == "list_files":
             self.is_listed = True
             folder = "" if path in ("", ".") else path.rstrip("/") + "/"
             names = [folder + line for line in result.splitlines() if not line.startswith(("(", "["))]
             self.folders |= {name.rstrip("/") for name in names if name.endswith("/")}
             self.present |= {name for name in names if not name.endswith("/")}
-        elif tool == "read_from_file" and not failed:
+        elif tool == "read_from_file" and failed:
+            self.absent.add(path)
+        elif tool == "read_from_file":
             self.present.add(path)
             self.texts[path] = result
-        elif tool == "write_to_file" and result.startswith("File written"):
+        elif self.is_refused:  # perhaps it has changed on disk: it is to be read again
+            self.texts.pop(path, None)
+        elif tool == "write_to_file":
             self.present.add(path)
+            self.absent.discard(path)
             self.is_unchanged = self.texts.get(path) == content
             self.texts[path] = content
             self.wrote.append(path)
@@ -4576,7 +4784,7 @@ class Course:
         status = STATUS_LINE.search(result)
         failed = bool(status and status[1] != "0") or bool(NO_TESTS.search(result))
         programs = [name for name in self.wrote if PROGRAM.search(name)]
-        self.is_unchecked, self.is_unchanged = False, False
+        self.has_run, self.is_unchecked, self.is_unchanged = True, False, False
         self.is_failing = failed and bool(programs)  # a search that finds nothing fails too
         if self.is_failing:
             self.mends += 1
@@ -4587,20 +4795,20 @@ class Course:
         blamed = [
             name for place in TRACEBACK_LINE.findall(output) for name in files if f"/{place}".endswith("/" + name)
         ]
-        if blamed and "AssertionError" not in output:
-            files.sort(key=lambda name: name != blamed[-1])
-        elif NO_TESTS.search(output):
+        if NO_TESTS.search(output) or COMPARED_ERROR.search(output):
             files.sort(key=lambda name: not TEST_FILE.search(name))
+        elif blamed and "AssertionError" not in output:
+            files.sort(key=lambda name: name != blamed[-1])
         else:  # a test that fails speaks of the program
             files.sort(key=lambda name: bool(TEST_FILE.search(name)))
-        turn = (self.mends - 1) // 2 % len(files)  # two attempts at one, then at the next
+        turn = (self.mends - 1) % len(files)
         return files[turn:] + files[:turn]
 
     def _opening(self) -> str:
         """What is added to the prompt."""
         if self.missing:
             return f"Carry out {PLAN_FILE}. Files to write: {', '.join(self.missing)}."
-        return ""
+        return KNOW_ENOUGH if self.kind == "question" else ""
 
     def _advice(self) -> str:
         """What is added to a result: the next step, in few words."""
@@ -4611,9 +4819,11 @@ class Course:
                 f"Now write the plan, in numbered steps, to {PLAN_FILE}. No code." if self.last != "list_files" else ""
             )
         if self.kind == "question":
-            return "If you know enough now, answer."
+            return KNOW_ENOUGH
         if self.missing:
             return f"Now write {self.missing[0]}."
+        if self.last == "write_to_file" and self.wrote and self.unwritten:
+            return f"Next: {self.unwritten[0]}."
         if self.last == "write_to_file" and self.is_unchecked:
             tests = any(TEST_FILE.search(name) for name in self.present)
             return "Now check it: " + ("python3 -m unittest -v" if tests else "run it.")
@@ -4639,7 +4849,7 @@ class Course:
 
     def _next(self) -> tuple[dict[str, dict[str, Any]], bool]:
         """(the tools that make sense now with the schemas of their arguments, whether it may answer)."""
-        unread = sorted((self.present | set(self.asked)) - set(self.texts))[:200]
+        unread = sorted((self.present | set(self.asked)) - set(self.texts) - self.absent)[:200]
         looking: dict[str, dict[str, Any]] = {}
         if self.looks < MAX_LOOKS:
             if not self.is_listed or self.folders:
@@ -4649,17 +4859,19 @@ class Course:
         writing = {"write_to_file": {"path": {"type": "string"}}}
         running = {"run_shell_command": {"command": {"type": "string"}}}
         if self.kind == "question":
-            return looking | running if self.looks < MAX_LOOKS else {}, True
+            return looking | ({} if self.has_run else running), True
         if self.kind == "plan":
             if PLAN_FILE in self.wrote:
                 return {}, True
             plan = {"write_to_file": {"path": {"const": PLAN_FILE}}}
             return plan | (looking if unread else {}) if self.texts else looking or plan, False
+        if self.is_refused:
+            return looking | writing | running, True
         if self.missing:
             first = {"write_to_file": {"path": _one_of(self.missing)}}
             return first if self.is_listed else {"list_files": {}}, False
         if self.is_unchecked:
-            return running if self.last == "write_to_file" else running | writing, False
+            return running | (writing if self.unwritten else {}), False
         if self.is_failing:
             return {"write_to_file": {"path": _one_of(self.suspects[:1])}}, self.mends > MAX_MENDS
         if PLAN_FILE in self.texts and not self.asked and self.wrote and self.last == "run_shell_command":
@@ -4773,6 +4985,7 @@ LOCAL_SERVERS = (
 )
 OPENAI_URL = "https://api.openai.com/v1"
 DEFAULT_MODEL = "gpt-4.1"
+PROXY_VARIABLES = ("HTTPS_PROXY", "https_proxy", "HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy")
 SILENT_THINKING_S = 600  # how long a model may think without a word, and keep-alives may come without an event
 AFTER_FINISH_S = 5.0  # how long to wait for the rest, such as the usage, when the answer is complete already
 
@@ -4927,8 +5140,20 @@ def explain(failure: Failure, base_url: str, model: str, size: int) -> ProviderE
     if says(r"certificate|SSL", failure.said):
         hint = "Set SSL_CERT_FILE to the file with your organisation's certificates, or check the address."
         return ProviderError(f"no trusted connection to {base_url} ({failure.said}). {hint}")
-    hint = "Check the proxy settings." if says(r"proxy", failure.said) else "Is the server running?"
-    return ProviderError(f"cannot reach {base_url} ({failure.said}). {hint}", True)
+    return ProviderError(f"cannot reach {base_url} ({failure.said})", True)
+
+
+def joined(deltas: Sequence[Delta]) -> list[Delta]:
+    """The deltas with neighbouring pieces of the answer, or of the thinking, as one: what came at once is one event."""
+    result: list[Delta] = []
+    for kind, run in itertools.groupby(deltas, type):
+        same = list(run)
+        text = "".join(delta.text for delta in same if isinstance(delta, TextDelta | ThinkingDelta))
+        if not text:
+            result += same
+        else:
+            result.append(TextDelta(text) if kind is TextDelta else ThinkingDelta(text))
+    return result
 
 
 class Exchange:
@@ -4981,7 +5206,7 @@ class Exchange:
         return [] if data else self._take_whole(self._whole.decode("utf-8", "replace"))
 
     def _take(self, events: list[str]) -> list[Delta]:
-        deltas = [delta for data in events for delta in self.reader.feed(decode_event(data))]
+        deltas = joined([delta for data in events for delta in self.reader.feed(decode_event(data))])
         if events:
             self._last_event = time.monotonic()
         elif time.monotonic() - self._last_event > SILENT_THINKING_S:
@@ -5010,6 +5235,21 @@ class Exchange:
         """End the reading; the connection is given back or closed."""
         if self._feed:
             await self._feed.close()
+
+
+class RequestEncoder:
+    """Makes JSON of request bodies; a message that the request before held already is not encoded again."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Any, str]] = {}  # id of a message -> (the message, its JSON)
+
+    def __call__(self, body: dict[str, Any]) -> bytes:
+        """The body as JSON, its messages last."""
+        name = "input" if "input" in body else "messages"
+        encoded = [self._known.get(id(message)) or (message, json.dumps(message)) for message in body[name]]
+        self._known = {id(message): (message, text) for message, text in encoded}
+        rest = json.dumps({key: value for key, value in body.items() if key != name})
+        return f'{rest[:-1]}, "{name}": [{", ".join(text for _, text in encoded)}]}}'.encode()
 
 
 class PrintedCallGate:
@@ -5073,6 +5313,9 @@ class HttpProvider:
         self._fixed_wire = wire
         self._file = AdaptationFile(config.state_dir / "providers.json")
         self._native_callers: set[str] = set()  # sources that have called a tool in the wire's own form
+        self._valid = ValidMessages()
+        self._encode = RequestEncoder()
+        self._connecting = threading.Lock()
         self._client: openai.AsyncOpenAI | None = None
 
     @property
@@ -5106,14 +5349,14 @@ class HttpProvider:
         self, messages: Sequence[Message], tools: Sequence[Tool], interrupt: asyncio.Event
     ) -> AsyncGenerator[Delta | Reply, None]:
         """Send one request and read its reply, again and again while that can help. See Provider."""
-        messages, tries, used = valid_messages(messages), Tries(), Usage()
+        messages, tries, used = self._valid(messages), Tries(), Usage()
         may_guess = bool(tools) and not any(map(message_calls, messages)) and self._may_bind_replies()
         while True:
             wire = self._fixed_wire or WIRE_OF[self.wire_name()]()
             body = wire.body(self.source, self.model, messages, tools, self.adaptation)
             body = adapted_body(body, self.adaptation)
-            content = json.dumps(body).encode()
-            client = self._connected()
+            content = self._encode(body)
+            client = self.connect()
             reader = wire.reader(self.source, self.adaptation)
             exchange = Exchange(reader, self._first_limit_s(), self.config.idle_timeout_s, self.trace)
             gate = PrintedCallGate(is_open=not tools or self.source in self._native_callers)
@@ -5131,13 +5374,13 @@ class HttpProvider:
             finally:
                 await exchange.close()
             if reply:
-                used += reply.usage or Usage()
                 if awaits_content(reply.message) and isinstance(wire, JsonWire):
                     messages = [*messages, reply.message]
+                    used += reply.usage or Usage()
                     continue
                 for delta in gate.release() if reply.text else ():
                     yield delta
-                yield dataclasses.replace(reply, usage=used if reply.usage else None)
+                yield dataclasses.replace(reply, used_before=used)
                 return
             step = await self._after(failure, tries, body, len(content))
             yield step
@@ -5203,7 +5446,11 @@ class HttpProvider:
         if failure.text == "no connection":
             most = min(most, CONNECT_ATTEMPTS)
         if tries.attempts >= most:
-            raise ProviderError(f"{error} Gave up after {tries.attempts} tries.", True)
+            hint = ""
+            if failure.text == "no connection":
+                proxied = not is_loopback(self.base_url) and any(map(self.config.environ.get, PROXY_VARIABLES))
+                hint = " Is the proxy right that your environment names?" if proxied else " Is the server running?"
+            raise ProviderError(f"{error}. Gave up after {tries.attempts} tries.{hint}", True)
         delay_s = LOADING_DELAY_S if loading else backoff(tries.attempts, error.retry_after_s, random.random())
         if delay_s > MAX_WAIT_S:
             then = datetime.fromtimestamp(time.time() + delay_s).strftime("%H:%M")
@@ -5242,25 +5489,39 @@ class HttpProvider:
         assert isinstance(response, httpx2.Response)
         return response
 
-    def _connected(self) -> openai.AsyncOpenAI:
-        """The SDK's client, made at the first request and kept alive; raises ProviderError for a proxy that is none."""
-        if self._client is None:
-            import httpx2
-            import openai
+    def connect(self) -> openai.AsyncOpenAI:
+        """The SDK's client, made when it is first needed and kept alive: that takes long, and can be done in a thread.
 
-            try:
-                # a proxy cannot reach our loopback
-                http_client = openai.DefaultAsyncHttpx2Client(trust_env=not is_loopback(self.base_url))
-            except (ImportError, ValueError, OSError) as exc:
-                hint = "Check HTTP_PROXY, HTTPS_PROXY, ALL_PROXY and SSL_CERT_FILE."
-                raise ProviderError(f"the network settings cannot be used ({one_line(str(exc))}). {hint}") from None
-            self._client = openai.AsyncOpenAI(
-                api_key=self._key or "none", base_url=self.base_url, max_retries=0, http_client=http_client,
-                timeout=httpx2.Timeout(2 * SILENT_THINKING_S, connect=15),
-            )  # fmt: skip
-            if not says(r"//api\.openai\.com", self.base_url):
-                self._client.organization = self._client.project = None  # these are names at OpenAI
+        Raises ProviderError for a proxy that is none.
+        """
+        with self._connecting:
+            if self._client is None:
+                self._client = self._new_client()
         return self._client
+
+    def _new_client(self) -> openai.AsyncOpenAI:
+        import ssl
+
+        import httpx2
+        import openai
+
+        # A proxy cannot reach our loopback; and where nothing is encrypted no certificates are read, which is slow.
+        local = is_loopback(self.base_url)
+        verify: ssl.SSLContext | bool = True
+        if local and self.base_url.startswith("http://"):
+            verify = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # trusts nobody
+        try:
+            http_client = openai.DefaultAsyncHttpx2Client(trust_env=not local, verify=verify)
+        except (ImportError, ValueError, OSError) as exc:
+            hint = "Check HTTP_PROXY, HTTPS_PROXY, ALL_PROXY and SSL_CERT_FILE."
+            raise ProviderError(f"the network settings cannot be used ({one_line(str(exc))}). {hint}") from None
+        client = openai.AsyncOpenAI(
+            api_key=self._key or "none", base_url=self.base_url, max_retries=0, http_client=http_client,
+            timeout=httpx2.Timeout(2 * SILENT_THINKING_S, connect=15),
+        )  # fmt: skip
+        if not says(r"//api\.openai\.com", self.base_url):
+            client.organization = client.project = None  # these are names at OpenAI
+        return client
 
     async def close(self) -> None:
         """Close the connections."""
@@ -5518,9 +5779,11 @@ def embedded_provider(config: Config) -> EmbeddedProvider:
             "the embedded model needs the package xllamacpp. Install it with:"
             f" {shlex.quote(sys.executable)} -m pip install 'xllamacpp>=2026.10'"
         )
-    if config.local:
-        return EmbeddedProvider(config, Path(config.local).expanduser())
-    return EmbeddedProvider(config, fetch_weights_visibly(config.cache_dir / "models"))
+    from rich.console import Console
+
+    gguf = Path(config.local).expanduser() if config.local else fetch_weights_visibly(config.cache_dir / "models")
+    with Console(stderr=True).status("loading the model"):
+        return EmbeddedProvider(config, gguf)
 
 
 # --- Context --------------------------------------------------------------------------------------
@@ -6425,7 +6688,7 @@ class Agent:
         self.sources.clear()
         self.usage = Usage()
         self.steps = 0
-        self._partial = ""  # text of a reply that is still being streamed
+        self._partial: list[str] = []  # text of a reply that is still being streamed
         self._unusable_replies = 0
         self._last_call: tuple[str, str, str] | None = None
         self._same_calls = 0
@@ -6513,8 +6776,8 @@ class Agent:
                     break
         except Interrupted:
             reason = "interrupted"
-            if self._partial.strip():
-                yield self._add(assistant_message(self._partial))
+            if (partial := "".join(self._partial)).strip():
+                yield self._add(assistant_message(partial))
         except NoProgress as exc:
             failure = exc
         except ProviderError as exc:
@@ -6572,7 +6835,7 @@ class Agent:
                 async for item in stream:
                     if isinstance(item, Reply):
                         reply = item
-                        self.usage += item.usage or Usage()
+                        self.usage += (item.usage or Usage()) + item.used_before
                     elif purpose == "step" or isinstance(item, Retry | Adapted):
                         yield self._streamed(item)
         except (ProviderError, Interrupted) as exc:
@@ -6584,9 +6847,9 @@ class Agent:
     def _streamed(self, item: Delta) -> Delta:
         """Keep what was streamed, in case the reply is never completed."""
         if isinstance(item, TextDelta):
-            self._partial += item.text
+            self._partial.append(item.text)
         elif isinstance(item, Retry):
-            self._partial = ""
+            self._partial.clear()
         return item
 
     def _received(self, item: Reply | None) -> Reply:
@@ -6596,7 +6859,7 @@ class Agent:
         into a form that can be sent back, and becomes the reply's problem.
         """
         assert item is not None
-        self._partial = ""
+        self._partial.clear()
         calls, problem = settled_calls(item.tool_calls)
         calls = [dataclasses.replace(call, id=f"call{self._calls + i:05d}") for i, call in enumerate(calls)]
         return dataclasses.replace(item, message=with_calls(item.message, calls), problem=item.problem or problem)
@@ -6701,9 +6964,11 @@ def build_system_prompt(config: Config) -> str:
 
 
 # --- Session --------------------------------------------------------------------------------------
-# The session log: append-only JSON lines, each on disk before anything that depends on it happens. One record a
-# line; each also has `time`, seconds since the epoch. What was sent is not stored again: the system prompt, the
-# messages and the boundaries of a request rebuild it, and its digest proves that (see Replay).
+# The session log: append-only JSON lines, each handed to the system before anything that depends on it happens, so
+# that a killed process loses nothing. The disk itself has a record at the latest when the reply to the request after
+# it is there, and those of SYNCED_AT_ONCE before anything goes on: a power failure loses at most the last step. One
+# record a line; each also has `time`, seconds since the epoch. What was sent is not stored again: the system prompt,
+# the messages and the boundaries of a request rebuild it, and its digest proves that (see Replay).
 #
 #   type        fields                                                        when
 #   session     version, id, workspace, model, created, system, forked_from   first line
@@ -6728,9 +6993,11 @@ def build_system_prompt(config: Config) -> str:
 # Not covered: a log edited by hand into other valid records.
 
 LOG_VERSION = 1
+SYNCED_AT_ONCE = ("snapshot", "changed", "turn_end")
 KEEP_SESSIONS = 100  # of one workspace; the oldest are deleted
 KEEP_DAYS = 90  # sessions of a workspace that does not exist any more
 TRACE_BYTES = 200_000_000  # of raw requests and replies that one process keeps
+LOCK_PATIENCE_S = 0.5
 FIRST_BYTES = 65_536  # of a log, read to show what it is about
 
 Record = Mapping[str, Any]
@@ -6926,17 +7193,40 @@ def read_log(path: Path) -> Log:
 
 
 def write_all(file: int, data: bytes) -> None:
-    """Append data and wait until it is on disk; raises OSError after taking back a part that was written."""
+    """Append data; raises OSError after taking back a part that was written."""
     start = os.fstat(file).st_size
     rest = memoryview(data)
     try:
         while rest:
             rest = rest[os.write(file, rest) :]
-        os.fdatasync(file)
     except OSError:
         with contextlib.suppress(OSError):
             os.ftruncate(file, start)
         raise
+
+
+class DiskSync:
+    """Has the disk take what was written to a file: at once, or in a thread while something else is waited for."""
+
+    def __init__(self, file: int) -> None:
+        self._file = file
+        self._thread = concurrent.futures.ThreadPoolExecutor(1)
+        self._begun: concurrent.futures.Future[None] | None = None
+
+    def begin(self) -> None:
+        """Begin to sync; raises the OSError of the time before, which is over then."""
+        self.wait()
+        self._begun = self._thread.submit(os.fdatasync, self._file)
+
+    def wait(self) -> None:
+        """Wait for what was begun; raises OSError when it failed."""
+        begun, self._begun = self._begun, None
+        if begun:
+            begun.result()
+
+    def close(self) -> None:
+        """Wait for what was begun; errors come too late."""
+        self._thread.shutdown()
 
 
 class Session:
@@ -6952,6 +7242,7 @@ class Session:
         self.resumed = resumed
         self.notices: list[str] = []
         self._file = file
+        self._sync = DiskSync(file) if file is not None else None
         self._unwritten: list[bytes] = []
         self._traced = 0
 
@@ -6961,19 +7252,24 @@ class Session:
         return self.folded.id
 
     def record(self, event: Event) -> None:
-        """Append the event's record and wait until it is on disk."""
+        """Append the event's record; see the beginning of this section for when the disk has it."""
         if record := event_to_record(event):
             self.append(record)
 
     def append(self, record: Record) -> None:
         """Append one record. When the disk refuses it, it is kept in memory and tried again with the next one."""
         self.folded.apply(record)
-        if self._file is None:
+        if self._file is None or self._sync is None:
             return
         failing = bool(self._unwritten)
         self._unwritten.append(json.dumps({**record, "time": round(time.time(), 3)}).encode() + b"\n")
         try:
             write_all(self._file, b"".join(self._unwritten))
+            self._unwritten.clear()
+            if record["type"] in ("request", *SYNCED_AT_ONCE):
+                self._sync.begin()
+            if record["type"] in SYNCED_AT_ONCE:
+                self._sync.wait()
         except OSError as exc:
             if not failing:
                 self.notices.append(
@@ -6981,7 +7277,6 @@ class Session:
                     " happens from now on is kept in memory until there is room, and lost if the program ends before."
                 )
             return
-        self._unwritten.clear()
         if failing:
             self.notices.append("the session log can be written again; nothing is missing in it.")
 
@@ -7001,6 +7296,8 @@ class Session:
             return
         if self.path and not self.folded.messages and not self.resumed:
             self.path.unlink(missing_ok=True)
+        if self._sync:
+            self._sync.close()
         os.close(self._file)
         self._file = None
 
@@ -7020,13 +7317,21 @@ def _opened(config: Config, model: str) -> dict[str, Any]:
 
 
 def _lock(file: int) -> None:
-    """Take an open log for this process; raises AgentError when another one has it."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise AgentError("another agent works in it right now") from None
-    except OSError:
-        pass  # a file system without locks
+    """Take an open log for this process; raises AgentError when another one has it.
+
+    It waits a moment: a process that was killed while it started a command leaves the lock for an instant.
+    """
+    deadline = time.monotonic() + LOCK_PATIENCE_S
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise AgentError("another agent works in it right now") from None
+            time.sleep(0.02)
+        except OSError:
+            return  # a file system without locks
 
 
 def _create_log(path: Path, records: Iterable[Record]) -> int:
@@ -7036,6 +7341,7 @@ def _create_log(path: Path, records: Iterable[Record]) -> int:
     try:
         _lock(file)
         write_all(file, b"".join(json.dumps(record).encode() + b"\n" for record in records))
+        os.fdatasync(file)
         sync_directory(path.parent)
     except OSError:
         os.close(file)
@@ -7779,20 +8085,6 @@ class MarkdownStream:
 FOLDED_DIFF, FOLDED_OUTPUT, FOLDED_ERROR, FOLDED_PROMPT = 16, 3, 8, 12  # lines that are shown of each
 KEPT_OUTPUT = 8_000  # characters of a running tool's output that the preview can show
 KEPT_FOLDED = 50  # folded things that can be shown whole
-VERBS = {"run_shell_command": "$", "read_from_file": "read", "write_to_file": "write", "list_files": "list"}
-
-
-def describe_call(call: ToolCall) -> tuple[str, str]:
-    """(what a call does, to what), each on one line."""
-    verb = VERBS.get(call.name, one_line(call.name))
-    try:
-        arguments = json.loads(call.arguments or "{}", strict=False)
-    except json.JSONDecodeError:
-        return verb, one_line(call.arguments, 200)
-    values = list(arguments.values()) if isinstance(arguments, dict) else []
-    key = "path" if isinstance(arguments, dict) and "path" in arguments else None
-    subject = arguments[key] if key else values[0] if values else "."
-    return verb, one_line(str(subject), 200)
 
 
 def describe_usage(usage: Usage) -> str:
@@ -8560,6 +8852,12 @@ class AtomicOutput:
             self.flush()
 
 
+def buffered_output() -> TextIO:
+    """Standard output, for whole frames. With PYTHONUNBUFFERED, sys.stdout loses the rest of what a signal cuts off."""
+    file = io.BufferedWriter(io.FileIO(sys.stdout.fileno(), "w", closefd=False))
+    return io.TextIOWrapper(file, encoding=sys.stdout.encoding, errors="replace")
+
+
 class StrayOutput(io.TextIOBase):
     """Stands in for sys.stdout and sys.stderr: what a library prints becomes lines above the prompt."""
 
@@ -8634,7 +8932,6 @@ class Screen:
             self.app.output.write_raw("".join(f"\x1b[K{line}\r\n" for line in lines))
             self.app.renderer.reset(leave_alternate_screen=False)
             self.app._redraw()
-        self._drawn_at = time.monotonic()
 
     def redraw(self) -> None:
         """Draw the live region anew, whatever became of it."""
@@ -8677,7 +8974,7 @@ class Screen:
             if state != shown:
                 self._check_size()
                 self.app._redraw()
-                self._drawn_at, shown = time.monotonic(), state
+                shown = state
             cost_s = time.perf_counter() - started
             if cost_s > 0.02:
                 await asyncio.sleep(min(0.5, cost_s * 4))
@@ -8696,6 +8993,7 @@ class Screen:
 
     def _after_render(self, app: Application[int]) -> None:
         self._frame_hold.close()
+        self._drawn_at = time.monotonic()
 
     def _check_size(self) -> None:
         """Notice a resize whose signal is still under way."""
@@ -9202,10 +9500,27 @@ class Toolbar:
         return self._plan[1]
 
 
-def warm_up() -> None:
-    """Import what the first turn needs; run in a thread while the user reads the first screen."""
-    import openai.resources.chat  # noqa: F401
+def type_ahead(terminal_input: Input, typed: bytes) -> None:
+    """Let keys that were typed before come first. A line end among them is Enter: the terminal had changed it."""
+    from prompt_toolkit.input.typeahead import store_typeahead
+    from prompt_toolkit.input.vt100_parser import Vt100Parser
+    from prompt_toolkit.key_binding.key_processor import KeyPress
 
+    keys: list[KeyPress] = []
+    parser = Vt100Parser(keys.append)
+    parser.feed_and_flush(typed.decode("utf-8", "replace").replace("\n", "\r"))
+    store_typeahead(terminal_input, keys)
+
+
+def warm_up(provider: Provider, can_ask: threading.Event) -> None:
+    """Load what the first turn needs; run in a thread while the user reads the first screen."""
+    try:
+        if isinstance(provider, HttpProvider):
+            provider.connect()
+    except ProviderError:
+        pass  # the first request says it
+    finally:
+        can_ask.set()
     _markdown_type()
     _markdown_parser()
     highlight("pass", "python")
@@ -9235,7 +9550,10 @@ def _terminal_kept(output: TextIO) -> Iterator[None]:
 class Repl:
     """A conversation on a terminal, with an application at the bottom that is always there."""
 
-    def __init__(self, runtime: Runtime, terminal_input: Input | None = None, output: Output | None = None) -> None:
+    def __init__(
+        self, runtime: Runtime, terminal_input: Input | None = None, output: Output | None = None,
+        early: EarlyPrompt | None = None,
+    ) -> None:  # fmt: skip
         from prompt_toolkit.input.defaults import create_input
         from prompt_toolkit.output.vt100 import Vt100_Output
 
@@ -9251,12 +9569,14 @@ class Repl:
         history = config.state_dir / "history"
         history.touch(mode=0o600)
         self.editor = Editor(history, completer(COMMANDS, FileNames(config.workspace)))
-        output = output or Vt100_Output.from_pty(sys.stdout, term=config.term)
+        output = output or Vt100_Output.from_pty(buffered_output(), term=config.term)
         self.screen = Screen(self._application(terminal_input or create_input(), output), self._frame, self._is_busy)
         self._status = 0
         self._started_at = 0.0
         self._ctrl_c_at = self._ctrl_d_at = -math.inf
-        self._warm = threading.Thread(target=warm_up, daemon=True)
+        self._early = early
+        self._can_ask = threading.Event()  # what a request needs is loaded
+        self._warm = threading.Thread(target=warm_up, args=(runtime.agent.provider, self._can_ask), daemon=True)
 
     async def run(self, notes: Sequence[str]) -> int:
         """Converse until the user leaves; returns the exit status."""
@@ -9264,12 +9584,15 @@ class Repl:
         runtime.sinks += [self.renderer, self.toolbar, self._on_event]
         runtime.renderer = self.renderer
         runtime.approvals.ask = self._ask
-        self.conversation.ready = lambda: asyncio.to_thread(self._warm.join)
+        self.conversation.ready = self._until_loaded
         self.conversation.on_idle = self._on_idle
         self.conversation.hand_over = lambda function: run_in_terminal(function, in_executor=True)
         self._fit_painter()
         from prompt_toolkit.application import run_in_terminal
 
+        if self._early:
+            self._early.take()
+            type_ahead(screen.app.input, self._early.typed)
         for note in notes:
             self.renderer.note(note, "notice")
         self.renderer.note(greeting(runtime), "dim")
@@ -9413,8 +9736,8 @@ class Repl:
         self.renderer.poll()
         phase = int(time.monotonic() * 5) if self.conversation.working and not self.asking else 0
         asking = self.asking and (self.asking.armed, self.asking.writing)
-        return (self.renderer.version, phase, self.conversation.working, asking, self.screen.columns, self.screen.rows,
-                len(self.runtime.agent.pending), self.toolbar.note)  # fmt: skip
+        return (self.renderer.version, phase, self._started_at, self.conversation.working, asking,
+                self.screen.columns, self.screen.rows, len(self.runtime.agent.pending), self.toolbar.note)  # fmt: skip
 
     def _fit_painter(self) -> None:
         self.painter.width = max(8, self.screen.columns - 1)
@@ -9425,6 +9748,10 @@ class Repl:
     def _after_first_frame(self, app: Application[int]) -> None:
         app.after_render -= self._after_first_frame
         self._warm.start()
+
+    async def _until_loaded(self) -> None:
+        if not self._can_ask.is_set():
+            await asyncio.to_thread(self._can_ask.wait)
 
     # what happens
 
@@ -9889,8 +10216,7 @@ class ReplayedAgent(Agent):
         self.compared += 1
         if without_times(result.content) != without_times(recorded):
             changes = clip(diff(recorded, result.content, call.name), 3_000, 1_000)
-            told = f"{call.name} {describe_call(call)[1]}"
-            raise Divergence(f"the result of {told} differs from the recorded one:\n{changes}")
+            raise Divergence(f"the result of {' '.join(describe_call(call))} differs from the recorded one:\n{changes}")
         return dataclasses.replace(result, content=recorded)
 
 
@@ -10181,14 +10507,24 @@ def replay_log(config: Config, options: argparse.Namespace) -> int:
     return asyncio.run(front())
 
 
-def run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
+def load(*names: str) -> None:
+    """Import modules in a thread, while this one waits for other things."""
+    threading.Thread(target=lambda: [importlib.import_module(name) for name in names], daemon=True).start()
+
+
+def run(options: argparse.Namespace, environ: Mapping[str, str], early: EarlyPrompt) -> int:
     """Do what the options say; raises AgentError for whatever the user can mend."""
     if options.json and options.prompt is None and not options.replay and sys.stdin.isatty():
         raise ConfigError("--json goes with --prompt.")
     if options.dry and not options.replay:
         raise ConfigError("--dry goes with --replay.")
     prompt = None if options.sessions or options.replay else headless_prompt(options.prompt)
-    ask = _ask_on_terminal if prompt is None else lambda question: False
+
+    def ask(question: str) -> bool:
+        early.end()
+        return prompt is None and _ask_on_terminal(question)
+
+    load(*(("prompt_toolkit.application", "prompt_toolkit.widgets") if prompt is None else ("openai",)))
     workspace = prepare_workspace(options.start_dir, ask)
     config = load_config(vars(options), environ, workspace)
     sys.path[:] = [path for path in sys.path if path.startswith(sys.prefix) or not _is_below(Path(path), workspace)]
@@ -10197,6 +10533,8 @@ def run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
         return 0
     if options.replay:
         return replay_log(config, options)
+    if config.local is not None:
+        early.end()  # its weights may have to be fetched, which is shown
     if options.spec:
         copy_spec(options.spec, workspace)
     provider = choose_provider(config, ask)
@@ -10211,7 +10549,7 @@ def run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
             if prompt is not None:
                 return await run_headless(runtime, prompt, options.json, notes)
             plain = config.plain_terminal or not sys.stdin.isatty() or not sys.stdout.isatty()
-            return await (PlainRepl(runtime) if plain else Repl(runtime)).run(notes)
+            return await (PlainRepl(runtime) if plain else Repl(runtime, early=early)).run(notes)
         finally:
             await runtime.close()
             await provider.close()
@@ -10219,20 +10557,37 @@ def run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
     return asyncio.run(front())
 
 
-def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.environ) -> int:
-    """Run the program and return its exit status."""
-    options = build_parser().parse_args(argv)
+def main(
+    argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.environ, early: EarlyPrompt | None = None
+) -> int:
+    """Run the program and return its exit status. `early`: the prompt, if it is on the screen already."""
+    # The imports make a million objects that all stay: looking again and again for garbage among them would take a
+    # fifth of the time.
+    gc.set_threshold(50_000, 20, 50)
+    early = early or EarlyPrompt(sys.argv[1:] if argv is None else argv, environ)
     try:
-        return run(options, environ)
+        options = build_parser().parse_args(argv)
+        return run(options, environ, early)
     except ConfigError as exc:
         status, text = EXIT_USAGE, str(exc)
     except AgentError as exc:
         status, text = (EXIT_TRY_LATER if getattr(exc, "retryable", False) else 1), str(exc)
     except KeyboardInterrupt:
         status, text = 130, "interrupted"
+    finally:
+        early.end()
     print(f"agent: {clean(text)}", file=sys.stderr)
     return status
 
 
+def program() -> None:
+    """Run `main`, then end at once: all is closed, and the interpreter's own clean-up takes a tenth of a second."""
+    status = main(early=_early_prompt)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(status)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    program()

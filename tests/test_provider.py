@@ -348,7 +348,7 @@ def test_a_failure_to_connect_is_told_with_its_cause(server: Serve, converse: Co
     assert end.retryable
     assert str(end.error).startswith(f"cannot reach {url} (")
     assert "refused" in str(end.error)
-    assert str(end.error).endswith("Is the server running? Gave up after 3 tries.")
+    assert str(end.error).endswith("Gave up after 3 tries. Is the server running?")
 
 
 def test_silence_is_told_with_its_limit(server: Serve, converse: Converse) -> None:
