@@ -4604,6 +4604,7 @@ LANGUAGES = {"py": "python", "js": "javascript", "ts": "typescript", "sh": "bash
 DEFINITION = re.compile(r"^(?:async def|def|class) ([a-zA-Z]\w*)", re.MULTILINE)
 TRACEBACK_LINE = re.compile(r'File "([^"\n]+)", line \d+')
 COMPARED_ERROR = re.compile(r"\bassert(?!Raises)\w+\(.*\b[A-Z]\w*Error\)$", re.MULTILINE)  # as if it were a result
+ERROR_LINE = re.compile(r"^\w*(?:Error|Exception)\b.*$", re.MULTILINE)
 STATUS_LINE = re.compile(r"^\[exit code (\d+)", re.MULTILINE)
 NO_TESTS = re.compile(r"^(Ran 0 tests|NO TESTS RAN)", re.MULTILINE)
 KNOW_ENOUGH = "If you know enough, answer."
@@ -4657,6 +4658,8 @@ class Course:
         self.looks = self.mends = 0  # calls that only looked in a row; mends that failed
         self.last = ""  # the last tool
         self.wrote: list[str] = []
+        self.errors: list[str] = []  # what the last failure said, and how often it said that again
+        self.same_failures = 0
         self.is_refused = False  # the last write was
         self.is_listed = self.has_run = self.is_unchecked = self.is_failing = self.is_unchanged = False
         self.suspects: list[str] = []
@@ -4788,6 +4791,9 @@ class Course:
         self.is_failing = failed and bool(programs)  # a search that finds nothing fails too
         if self.is_failing:
             self.mends += 1
+            errors = ERROR_LINE.findall(result)
+            self.same_failures = self.same_failures + 1 if errors == self.errors else 0
+            self.errors = errors
             self.suspects = self._ranked(list(dict.fromkeys(programs)), result)
 
     def _ranked(self, files: list[str], output: str) -> list[str]:
@@ -4801,7 +4807,7 @@ class Course:
             files.sort(key=lambda name: name != blamed[-1])
         else:  # a test that fails speaks of the program
             files.sort(key=lambda name: bool(TEST_FILE.search(name)))
-        turn = (self.mends - 1) % len(files)
+        turn = self.same_failures % len(files)  # a mend that changed nothing was in the wrong place
         return files[turn:] + files[:turn]
 
     def _opening(self) -> str:
@@ -8886,6 +8892,7 @@ class Screen:
         self._frame = frame
         self._busy = busy
         self._due = asyncio.Event()
+        self._stale = False  # whether the live region has to be drawn again whatever `frame` returns
         self._backlog: list[str] = []  # printed while an editor has the terminal
         self._drawn_at = self._resized_at = 0.0
         self._frame_hold = contextlib.ExitStack()
@@ -8909,7 +8916,8 @@ class Screen:
         return time.monotonic() - self._resized_at < SETTLE_S
 
     def touch(self) -> None:
-        """Have `frame` called soon."""
+        """Have `frame` called and the live region drawn soon."""
+        self._stale = True
         self._due.set()
 
     def commit(self, text: str) -> None:
@@ -8971,7 +8979,8 @@ class Screen:
             started = time.perf_counter()
             self.commit("")
             state = self._frame()
-            if state != shown:
+            if state != shown or self._stale:
+                self._stale = False
                 self._check_size()
                 self.app._redraw()
                 shown = state
@@ -10216,7 +10225,8 @@ class ReplayedAgent(Agent):
         self.compared += 1
         if without_times(result.content) != without_times(recorded):
             changes = clip(diff(recorded, result.content, call.name), 3_000, 1_000)
-            raise Divergence(f"the result of {' '.join(describe_call(call))} differs from the recorded one:\n{changes}")
+            told = f"{call.name} {describe_call(call)[1]}"
+            raise Divergence(f"the result of {told} differs from the recorded one:\n{changes}")
         return dataclasses.replace(result, content=recorded)
 
 

@@ -96,7 +96,15 @@ def test_what_was_written_is_run_before_it_is_praised() -> None:
     assert choices(course(*written, *ran(0))) == {"answer": {}}
 
 
-def test_a_failure_is_mended_in_the_likeliest_file_then_in_the_next() -> None:
+def test_another_failure_is_looked_at_afresh() -> None:
+    written = [*PLANNED, GO_AHEAD, *LISTED, *wrote("calc.py"), *wrote("test_calc.py")]
+    for text_ in ("AssertionError: 3 != 4", "AssertionError: ValueError not raised", "AssertionError: 5 != 4"):
+        written += ran(1, text_)
+        assert choices(course(*written))["write_to_file"]["path"]["enum"] == ["calc.py"]
+        written += wrote("calc.py", text_)
+
+
+def test_the_same_failure_is_mended_in_the_likeliest_file_then_in_the_next() -> None:
     written = [*PLANNED, GO_AHEAD, *LISTED, *wrote("calc.py"), *wrote("test_calc.py")]
     failure = ran(1, "AssertionError: 3 != 4")
     suspects = []
