@@ -4505,8 +4505,9 @@ def code_block(text: str, path: str) -> str:
 class Course:
     """Where the work stands, as the transcript tells: taken in message by message, it says what may come next."""
 
-    def __init__(self) -> None:
+    def __init__(self, guide: str = "") -> None:
         self.sent: list[Message] = []
+        self._guide = guide  # what the system prompt is to hold
         self.texts: dict[str, str] = {}  # what is known of files: their whole text
         self.present: set[str] = set()  # files known to be there
         self.absent: set[str] = set()  # files that could not be read
@@ -4522,7 +4523,7 @@ class Course:
         self.looks = self.mends = 0  # calls that only looked in a row; mends that failed
         self.last = ""  # the last tool
         self.wrote: list[str] = []
-        self.errors: list[str] = []  # what the last failure said, and how often it said that again
+        self.errors: list[str] | None = None  # what the last failure said, and how often it said that again
         self.same_failures = 0
         self.is_refused = False  # the last write was
         self.is_listed = self.has_run = self.is_unchecked = self.is_failing = self.is_unchanged = False
@@ -4551,7 +4552,7 @@ class Course:
         role, text = message["role"], message_text(message)
         calls = message_calls(message)
         if role == "system":
-            self.sent.append(system_message(text if GUIDE in text else f"{text}\n\n{GUIDE}"))
+            self.sent.append(system_message(text if self._guide in text else f"{text}\n\n{self._guide}"))
         elif role == "user":
             if not text.startswith(FEEDBACK):
                 self._begin(text)
@@ -4821,7 +4822,7 @@ class JsonWire:
         self, source: str, model: str, messages: Sequence[Message], tools: Sequence[Tool], adaptation: Adaptation
     ) -> dict[str, Any]:
         """The request for the next reply, or, after a write_to_file without content, for that content."""
-        course = Course()
+        course = Course(GUIDE if tools else "")
         answers = {message["tool_call_id"]: message for message in messages if message["role"] == "tool"}
         for message in messages:
             course.take(message, answers)
@@ -5188,7 +5189,7 @@ class HttpProvider:
         self, messages: Sequence[Message], tools: Sequence[Tool], interrupt: asyncio.Event
     ) -> AsyncGenerator[Delta | Reply, None]:
         """Send one request and read its reply, again and again while that can help. See Provider."""
-        messages, tries, used = valid_messages(messages), Tries(), Usage()
+        messages, tries, written = valid_messages(messages), Tries(), 0
         may_guess = bool(tools) and not any(map(message_calls, messages)) and self._may_bind_replies()
         while True:
             wire = self._fixed_wire or WIRE_OF[self.wire_name()]()
@@ -5213,13 +5214,14 @@ class HttpProvider:
             finally:
                 await exchange.close()
             if reply:
-                used += reply.usage or Usage()
+                written += reply.usage.output if reply.usage else 0
                 if awaits_content(reply.message) and isinstance(wire, JsonWire):
                     messages = [*messages, reply.message]
                     continue
                 for delta in gate.release() if reply.text else ():
                     yield delta
-                yield dataclasses.replace(reply, usage=used if reply.usage else None)
+                usage = reply.usage and dataclasses.replace(reply.usage, output=written)  # read: by the last request
+                yield dataclasses.replace(reply, usage=usage)
                 return
             step = await self._after(failure, tries, body, len(content))
             yield step
