@@ -4641,8 +4641,9 @@ def code_block(text: str, path: str) -> str:
 class Course:
     """Where the work stands, as the transcript tells: taken in message by message, it says what may come next."""
 
-    def __init__(self) -> None:
+    def __init__(self, guide: str = "") -> None:
         self.sent: list[Message] = []
+        self._guide = guide  # what the system prompt is to hold
         self.texts: dict[str, str] = {}  # what is known of files: their whole text
         self.present: set[str] = set()  # files known to be there
         self.absent: set[str] = set()  # files that could not be read
@@ -4658,7 +4659,7 @@ class Course:
         self.looks = self.mends = 0  # calls that only looked in a row; mends that failed
         self.last = ""  # the last tool
         self.wrote: list[str] = []
-        self.errors: list[str] = []  # what the last failure said, and how often it said that again
+        self.errors: list[str] | None = None  # what the last failure said, and how often it said that again
         self.same_failures = 0
         self.is_refused = False  # the last write was
         self.is_listed = self.has_run = self.is_unchecked = self.is_failing = self.is_unchanged = False
@@ -4687,7 +4688,7 @@ class Course:
         role, text = message["role"], message_text(message)
         calls = message_calls(message)
         if role == "system":
-            self.sent.append(system_message(text if GUIDE in text else f"{text}\n\n{GUIDE}"))
+            self.sent.append(system_message(text if self._guide in text else f"{text}\n\n{self._guide}"))
         elif role == "user":
             if not text.startswith(FEEDBACK):
                 self._begin(text)
@@ -4957,7 +4958,7 @@ class JsonWire:
         self, source: str, model: str, messages: Sequence[Message], tools: Sequence[Tool], adaptation: Adaptation
     ) -> dict[str, Any]:
         """The request for the next reply, or, after a write_to_file without content, for that content."""
-        course = Course()
+        course = Course(GUIDE if tools else "")
         answers = {message["tool_call_id"]: message for message in messages if message["role"] == "tool"}
         for message in messages:
             course.take(message, answers)
