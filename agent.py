@@ -1513,8 +1513,11 @@ class SnapshotStore:
                 if self._new_objects <= SYNC_EACH:
                     os.fdatasync(file)
             name = name or digest.hexdigest()
-            os.makedirs(os.path.dirname(self._path(name)), mode=0o700, exist_ok=True)
-            os.replace(temporary, self._path(name))
+            try:
+                os.replace(temporary, self._path(name))
+            except FileNotFoundError:  # the first object of its folder
+                os.mkdir(os.path.dirname(self._path(name)), 0o700)
+                os.replace(temporary, self._path(name))
         except (OSError, SnapshotError, Interrupted):
             with contextlib.suppress(OSError):
                 os.unlink(temporary)
