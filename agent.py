@@ -1513,8 +1513,11 @@ class SnapshotStore:
                 if self._new_objects <= SYNC_EACH:
                     os.fdatasync(file)
             name = name or digest.hexdigest()
-            os.makedirs(os.path.dirname(self._path(name)), mode=0o700, exist_ok=True)
-            os.replace(temporary, self._path(name))
+            try:
+                os.replace(temporary, self._path(name))
+            except FileNotFoundError:  # the first object of its folder
+                os.mkdir(os.path.dirname(self._path(name)), 0o700)
+                os.replace(temporary, self._path(name))
         except (OSError, SnapshotError, Interrupted):
             with contextlib.suppress(OSError):
                 os.unlink(temporary)
@@ -10099,13 +10102,18 @@ class Recording:
     results: dict[str, str] = field(default_factory=dict)
     pins: list[Pin] = field(default_factory=list)
     """What was read from disk into the view, in order."""
+    steers: dict[int, list[str]] = field(default_factory=dict)
+    """What the user said while a turn ran, by its place in the transcript."""
+    place: int = 0
+    """How long the transcript is so far."""
     _running: Recorded | None = None
 
     def take(self, record: Record) -> None:
         """Take the next record after the session was opened."""
         match record:
             case {"type": "request", "digest": str(digest)}:
-                running = self._running or self._begin(Recorded("compact"))
+                action = "compact" if record.get("purpose") == "summary" else "turn"
+                running = self._running or self._begin(Recorded(action))
                 model, window, keep = record.get("model", ""), record.get("window"), record.get("keep", "")
                 running.replies.append(RecordedReply(digest, model, window, keep))
             case {"type": "pinned", "at": int(at), "text": str(text)}:
@@ -10138,6 +10146,7 @@ class Recording:
         return action
 
     def _take_message(self, message: Message) -> None:
+        self.place += 1
         match message["role"]:
             case "tool":
                 self.results[message["tool_call_id"]] = message_text(message)
@@ -10148,6 +10157,8 @@ class Recording:
                 self.actions.append(Recorded("note", message_text(message).removeprefix(FEEDBACK)))
             case "user" if not self._in_turn:
                 self._begin(Recorded("turn", message_text(message)))
+            case "user" if not message_text(message).startswith(FEEDBACK):
+                self.steers.setdefault(self.place - 1, []).append(message_text(message))
 
 
 def read_recording(path: Path) -> Recording:
@@ -10157,6 +10168,7 @@ def read_recording(path: Path) -> Recording:
     trees = [r["tree"] for r in records if r.get("type") == "snapshot" and r.get("why") == "turn" and "tree" in r]
     tools = records[start].get("tools", []) if start < len(records) else []
     recording = Recording(fold(records[:start]), fold(records), tools, trees[0] if trees else "")
+    recording.place = len(recording.start.messages)
     for record in records[start:]:
         recording.take(record)
     return recording
@@ -10212,14 +10224,25 @@ class ReplayedAgent(Agent):
     """An agent whose calls are compared with the recorded results; with `dry` they are not run at all."""
 
     results: Mapping[str, str] = MappingProxyType({})
+    steers: Mapping[int, list[str]] = MappingProxyType({})
     dry = True
     compared = 0
+
+    def _take_steers(self) -> list[Message]:
+        super()._take_steers()
+        texts: list[str] = []
+        while (place := len(self.messages) + len(texts)) in self.steers:
+            texts += self.steers[place]
+            self._last_call = None
+        return [user_message(text) for text in texts]
 
     async def _execute(self, call: ToolCall, emit: Callable[[str], None]) -> ToolResult:
         recorded = self.results.get(call.id, NOT_EXECUTED)
         following = self.results.get(f"call{int(call.id.removeprefix('call')) + 1:05d}")
         if recorded == NOT_EXECUTED:
             self.interrupt.set()
+        if following == STOPPED:
+            self.steer("stop")
         if self.dry or recorded == NOT_EXECUTED or "interrupted by the user" in recorded:
             return ToolResult(recorded, is_error=following == SKIPPED)
         result = await super()._execute(call, emit)
@@ -10254,6 +10277,7 @@ async def replay(runtime: Runtime, recording: Recording) -> str:
     assert isinstance(agent, ReplayedAgent) and isinstance(provider, RecordedProvider)
     agent.keeper.files = files = RecordedFiles(agent.context)
     files.pins = recording.pins
+    agent.steers = recording.steers
     for recorded in recording.actions:
         provider.replies = list(recorded.replies)
         if recorded.replies:
