@@ -82,6 +82,7 @@ class Model:
     """A provider in this process."""
 
     model = "bench"
+    context_window = 10_000_000
 
     def __init__(self, tokens: int, rate: float) -> None:
         self.tokens, self.rate = tokens, rate
@@ -119,7 +120,7 @@ def child(kind: str, tokens: int, rate: float, result: Path) -> None:
 
     async def converse() -> None:
         workspace = Path(os.environ["BENCH_WORKSPACE"])
-        config = agent.load_config({"sandbox": "off", "context_window": 10_000_000}, os.environ, workspace)
+        config = agent.load_config({"sandbox": "off"}, os.environ, workspace)
         runtime, notes = agent.build_runtime(config, Model(tokens, rate), True, None)  # type: ignore[arg-type]
         repl = agent.Repl(runtime)
 
