@@ -74,7 +74,7 @@ def test_the_readme_names_every_option_and_nothing_else() -> None:
     named = set(re.findall(r"--[a-z_]+", README)) - {"--local"}
     assert options - named - {"--local"} == set()
     known = {option for action in agent.build_parser()._actions for option in action.option_strings}
-    foreign = {"--user", "--quiet"}
+    foreign = {"--hard"}  # options of other programs
     assert {name for name in named if name.startswith("--")} - known - foreign == set()
 
 
@@ -92,7 +92,8 @@ def test_the_ci_runs_the_test_line_of_the_readme() -> None:
 
 
 def test_the_environment_is_read_in_one_place() -> None:
+    """`main` hands it to the configuration; only the early prompt, which stands before everything, has it too."""
     source = AGENT.read_text()
-    uses = [m.start() for m in re.finditer(r"os\.(environ|getenv)", source)]
-    assert len(uses) == 1
-    assert source[: uses[0]].rstrip().endswith("environ: Mapping[str, str] =")
+    early, main = [source[: m.start()].rpartition("\n")[2] for m in re.finditer(r"os\.(environ|getenv)", source)]
+    assert early == "_early_prompt = EarlyPrompt(sys.argv[1:], "
+    assert main.endswith("environ: Mapping[str, str] = ")

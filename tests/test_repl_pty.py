@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 from conftest import AGENT
-from fake_replies import Reply, but, call, calls, hang, slow, text
+from fake_replies import Reply, but, call, calls, error, hang, slow, text
 from fake_server import FakeServer
 from pty_driver import Terminal
 
@@ -94,6 +94,16 @@ def test_an_empty_line_later_sends_nothing(server: Serve, repl: Callable[..., Te
     assert [m["content"] for m in fake.last.messages[1:]] == ["first", "One.", "second"]
 
 
+def test_enter_tries_again_what_the_provider_failed_at(server: Serve, repl: Callable[..., Terminal]) -> None:
+    fake = server(error(401, "Who are you?"), text("Here I am."))
+    terminal = repl(fake)
+    enter(terminal, "first")
+    terminal.wait_for("Enter tries again")
+    enter(terminal, "")
+    terminal.wait_for(r"Here I am\.")
+    assert [m["content"] for m in fake.last.messages[1:]] == ["first"], "the prompt is sent once"
+
+
 def test_several_lines_are_one_prompt(server: Serve, repl: Callable[..., Terminal]) -> None:
     fake = server(text("Both."))
     terminal = repl(fake)
@@ -152,7 +162,8 @@ def test_s2_45_slash_commands(server: Serve, repl: Callable[..., Terminal]) -> N
     enter(terminal, "second")
     terminal.wait_for(r"Two\.")
     assert [m["content"] for m in fake.last.messages[1:]] == ["second"]
-    enter(terminal, "/exit")
+    idle(terminal)
+    terminal.send("/exit\r")
     assert terminal.wait_exit() == 0
 
 
