@@ -54,9 +54,9 @@ def calm(shown: str, workspace: Path) -> str:
 def live_region(stage: Stage) -> list[Text]:
     """What stands at the bottom, as lines."""
     repl = stage.repl
-    repl.toolbar.text = lambda columns, working, text=repl.toolbar.text: text(300, working)  # type: ignore[method-assign]
+    bar = repl.toolbar.text(300, repl.conversation.working).rpartition(" · ")[0] + " · ~/project"
     prompt = [("class:prompt", "› "), ("", repl.editor.text)]
-    parts = [repl._tail(), repl._status_line(), repl._queue(), repl._question(), prompt, repl._toolbar_line()]
+    parts = [repl._tail(), repl._status_line(), repl._queue(), repl._question(), prompt, [("class:faint", bar)]]
     lines = []
     for fragments in filter(None, parts):
         line = Text()
