@@ -7741,9 +7741,10 @@ def crop(text: str, columns: int) -> str:
     """One line, cut to so many cells."""
     from prompt_toolkit.utils import get_cwidth
 
-    text = " ".join(text.split())
+    text = text.expandtabs(8).replace("\n", " ")
     if get_cwidth(text) <= columns:
         return text
+    text = text[:columns]
     while text and get_cwidth(text) > columns - 1:
         text = text[:-1]
     return text + "…"
@@ -8074,7 +8075,8 @@ class MarkdownStream:
             return []
         if self._code:
             code = self._code
-            shown = [*code.lines[code.shown :][-rows:], *filter(None, [clean(self._rest)])]
+            unread = self._text[-self._painter.width * rows :].split("\n")[:-1]
+            shown = [*code.lines[code.shown :][-rows:], *unread, *filter(None, [clean(self._rest)])]
             return self._painter.code("\n".join(shown[-rows:]), code.language)[-rows:] if shown else []
         text = self._text + clean(self._rest)
         if len(text) > max(UNPARSED_TAIL, self._painter.width * rows * 2):
@@ -8158,6 +8160,7 @@ class TerminalRenderer:
         self._thinking_since = 0.0
         self._call: ToolCall | None = None
         self._output = ""
+        self._asked = ""  # the diff that the last question has shown
         self._last_kind = "note"  # what was printed last: different things are parted by a blank line
         self._preview: tuple[tuple[int, int, int], list[Line]] = ((-1, 0, 0), [])
 
@@ -8262,7 +8265,7 @@ class TerminalRenderer:
         concern = f" ({question.concern})" if question.concern else ""
         where = f" {question.subject}" if question.risk != "exec" else ""
         self._print("question", self.painter.styled(escape(f"{question.tool}{concern}:{where}", ""), "question"))
-        detail = escape(question.detail)
+        detail, self._asked = escape(question.detail), question.detail
         if question.risk == "write":
             self._print("question", self.painter.ansi(diff_lines(detail, question.subject, self.painter)))
         else:
@@ -8331,7 +8334,9 @@ class TerminalRenderer:
             how = f" · +{sum(line[:1] == '+' for line in changes)} -{sum(line[:1] == '-' for line in changes)}"
         mark, style = ("✗", "error") if result.is_error else ("•", "tool")
         self._print("tool", self.painter.styled(f"{verb} {subject}{how}", style, first=f"{mark} ", rest="    "))
-        if result.display:
+        if result.display and result.display == self._asked:
+            self._asked = ""  # it stands just above
+        elif result.display:
             self._print_diff(f"{verb} {subject}", subject, result.display)
         elif call.name != "write_to_file" or result.is_error:
             self._print_output(f"{verb} {subject}", lines, FOLDED_ERROR if result.is_error else FOLDED_OUTPUT)
