@@ -14,6 +14,8 @@ import pytest
 from fake_server import FakeServer
 from harness import Conversation
 
+import agent
+
 REPOSITORY = Path(__file__).resolve().parent.parent
 AGENT = REPOSITORY / "agent.py"
 
@@ -43,6 +45,37 @@ def private_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         path.mkdir(parents=True, exist_ok=True)
         monkeypatch.setenv(name, str(path))
     monkeypatch.setattr("tempfile.tempdir", None)
+
+
+@pytest.fixture(autouse=True)
+def logs_equal_transcripts(
+    request: pytest.FixtureRequest, private_environment: None, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
+    """After every test: each session log folds, undamaged, to the transcript that was live.
+
+    A test that damages a log or a transcript on purpose says so with the marker `damaged_log`.
+    """
+    runtimes: list[agent.Runtime] = []
+    begin = agent.Runtime.__init__
+
+    def remembered(self: agent.Runtime, *parts: Any) -> None:
+        runtimes.append(self)
+        begin(self, *parts)
+
+    monkeypatch.setattr(agent.Runtime, "__init__", remembered)
+    state = Path(os.environ["XDG_STATE_HOME"])
+    yield
+    if request.node.get_closest_marker("damaged_log"):
+        return
+    for runtime in runtimes:
+        assert runtime.session.folded.messages == runtime.agent.messages
+        assert runtime.session.folded.checkpoint == runtime.agent.checkpoint
+    live = {runtime.session.path: runtime.agent.messages for runtime in runtimes}
+    for path in state.glob("agent/sessions/*/*.jsonl"):
+        log = agent.read_log(path)
+        folded = agent.fold(log.records)
+        assert (log.tail, log.damaged, folded.dropped) == (b"", 0, 0), path
+        assert folded.messages == live.get(path, folded.messages), path
 
 
 @pytest.fixture

@@ -24,6 +24,7 @@ class Scripted:
 
     model = "scripted"
     context_window: int | None = None
+    base_url = ""
 
     def __init__(self) -> None:
         self.numbers = itertools.count()

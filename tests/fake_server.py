@@ -27,7 +27,7 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler
@@ -200,6 +200,7 @@ class FakeServer:
         window: int | None = None,
         allow: Iterable[str] = (),
         models: Iterable[str] = ("fake-model",),
+        gets: Mapping[str, Any] | None = None,
     ) -> None:
         self.script = list(script)
         self.refuses = self.script[:1] == [refuse()]
@@ -209,6 +210,8 @@ class FakeServer:
         self.window = window
         self.allow = set(allow)
         self.models = list(models)
+        self.gets = gets or {}
+        """JSON answers to GET by path, before everything else."""
         self.requests: list[Request] = []
         self.violations: list[str] = []
         self.closing = threading.Event()
@@ -257,6 +260,8 @@ class FakeServer:
 
     def answer_to(self, request: Request) -> Raw:
         """Log the request and find its answer: a refusal if it is invalid or too long, else the script's next step."""
+        if request.method == "GET" and request.path in self.gets:
+            return error(200, self.gets[request.path])
         if request.wire == "models" and request.method == "GET":
             models = [{"id": name, "object": "model"} for name in self.models]
             return error(200, {"object": "list", "data": models})

@@ -255,62 +255,6 @@ def test_s2_33_the_step_limit_ends_the_turn_and_go_on_continues(server: Serve, c
     assert conversation.send("go on").reason == "done"
 
 
-def test_s1_17_the_overflow_of_a_server_is_compacted_and_the_same_turn_goes_on(
-    server: Serve, converse: Converse, workspace: Path
-) -> None:
-    (workspace / "big.txt").write_text("words and more words\n" * 400)
-    read = call("read_from_file", path="big.txt")
-    summary = text("<summary>The user wants the files read.</summary>")
-    fake = server(read, call("list_files"), read, summary, text("Read it."), window=4500)
-    conversation = converse(fake)
-    assert conversation.send("Read the big file twice.").reason == "done"
-    (compacted,) = conversation.of(agent.Compacted)
-    assert compacted.summary == "The user wants the files read."
-    assert compacted.tokens_after < compacted.tokens_before
-    assert "The user wants the files read." in str(fake.last.messages[1]["content"])
-    assert len(conversation.messages) == len(conversation.folded.messages), "the raw transcript is kept"
-
-
-def test_s1_18_the_next_summary_covers_the_former_one(server: Serve, converse: Converse) -> None:
-    script = [text("a"), text("b"), text("<summary>FIRST</summary>"), text("c"), text("<summary>SECOND</summary>")]
-    fake = server(*script, text("d"))
-    conversation = converse(fake)
-    conversation.send("one")
-    conversation.send("two")
-    conversation.command("/compact")
-    conversation.send("three")
-    conversation.command("/compact")
-    assert "FIRST" in str(fake.last.messages)
-    conversation.send("four")
-    assert "SECOND" in str(fake.last.messages)
-    assert "FIRST" not in str(fake.last.messages)
-
-
-def test_a_second_overflow_in_a_row_ends_the_turn_with_a_clear_line(server: Serve, converse: Converse) -> None:
-    overflow = error(400, "This model's maximum context length is 100 tokens.")
-    fake = server(text("a"), overflow, text("<summary>s</summary>"), overflow)
-    conversation = converse(fake)
-    conversation.send("one")
-    end = conversation.send("two")
-    assert end.reason == "error"
-    assert "full even after compaction" in str(end.error)
-
-
-def test_a_message_larger_than_the_window_ends_in_a_clear_line(server: Serve, converse: Converse) -> None:
-    end = converse(server(text("never"), window=3000)).send("x" * 50_000)
-    assert end.reason == "error"
-    assert "cannot be compacted" in str(end.error)
-
-
-def test_a_failed_compaction_changes_nothing(server: Serve, converse: Converse) -> None:
-    conversation = converse(server(text("a"), *[text("")] * 3, text("b")))
-    conversation.runtime.agent.provider.sleep = lambda seconds: asyncio.sleep(0)
-    conversation.send("one")
-    assert "not compacted" in conversation.command("/compact")
-    assert conversation.runtime.agent.checkpoint == agent.Checkpoint()
-    assert conversation.send("two").reason == "done"
-
-
 def test_a_denied_call_is_an_error_result_and_the_turn_goes_on(
     server: Serve, converse: Converse, workspace: Path
 ) -> None:

@@ -114,6 +114,7 @@ def test_a_state_directory_that_cannot_be_made_is_said_and_the_work_goes_on(
     assert "Set XDG_STATE_HOME elsewhere" in finished.stderr
 
 
+@pytest.mark.damaged_log
 def test_a_session_log_that_cannot_be_read_is_left_alone(server: Serve, run_agent: Run, workspace: Path) -> None:
     fake = server(text("one"), text("two"))
     run_agent("--start_dir", workspace, "-p", "first", env=fake.env)

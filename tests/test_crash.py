@@ -23,6 +23,8 @@ from request_rules import check_messages
 
 import agent
 
+pytestmark = pytest.mark.damaged_log
+
 Serve = Callable[..., FakeServer]
 Converse = Callable[..., Conversation]
 CHILD = Path(__file__).with_name("crash_child.py")

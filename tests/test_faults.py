@@ -200,8 +200,8 @@ MEANING = {
 }
 
 
-# cases that need a part of the program which is not there yet
-PENDING = {"ctx-silent-over-window": "the context budget", "rq-ollama-no-tools": "the JSON wire"}
+# a case that needs a part of the program which is not there yet
+PENDING: dict[str, str] = {}
 
 
 def marked(case: Json) -> Any:
@@ -210,6 +210,7 @@ def marked(case: Json) -> Any:
     return pytest.param(case, id=case["id"], marks=marks)
 
 
+@pytest.mark.damaged_log
 @pytest.mark.parametrize("case", [marked(case) for case in CASES])
 def test_case(case: Json, server: Serve, workspace: Path) -> None:
     messages = None

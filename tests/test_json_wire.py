@@ -113,6 +113,10 @@ def test_a_failure_is_mended_in_the_likeliest_file_and_after_two_tries_in_the_ne
         ('  File "/w/test_calc.py", line 3, in <module>\nImportError: cannot import name', "test_calc.py"),
         ('  File "/w/test_calc.py", line 3\n  File "/w/calc.py", line 9\nSyntaxError: invalid syntax', "calc.py"),
         ('  File "/w/test_calc.py", line 3, in test\nAssertionError: 1 != 2', "calc.py"),
+        (
+            '  File "/w/test_calc.py", line 3\n  File "/w/calc.py", line 9\n    raise ValueError(1)\nValueError: 1',
+            "test_calc.py",
+        ),
         ("Ran 0 tests in 0.000s\n\nOK", "test_calc.py"),
     ],
 )
@@ -155,6 +159,51 @@ def test_the_same_file_is_not_read_twice() -> None:
     taken = course(prompt, *done("list_files", "calc.py\nlib/\nz.py", directory="."))
     assert choices(taken)["read_from_file"]["path"]["enum"] == ["calc.py", "z.py"]
     assert choices(taken)["list_files"]["directory"]["enum"] == [".", "lib"]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "kind"),
+    [
+        ("Read spec.txt and write a plan to plan.txt. Do not write code yet.", "plan"),
+        ("Make a plan only.", "plan"),
+        ("I want a plan first, no code.", "plan"),
+        ("Carry out the plan. Do not touch the tests.", "work"),
+        ("go ahead", "work"),
+        ("yes", "work"),
+        ("Write plan.py without comments.", "work"),
+        ("How do I run the tests?", "question"),
+        (agent.FIRST_PROMPT, "question"),
+    ],
+)
+def test_the_prompt_tells_what_kind_of_turn_it_is(prompt: str, kind: str) -> None:
+    assert course(agent.user_message(prompt)).kind == kind
+
+
+def test_a_refused_write_leads_to_a_second_look() -> None:
+    prompt = agent.user_message("Fix the bug in calc.py.")
+    refusal = "calc.py has changed on disk since you read it. Read it again first."
+    refused = done("write_to_file", refusal, path="calc.py", content="y")
+    taken = course(prompt, *done("read_from_file", "x", path="calc.py"), *refused)
+    assert choices(taken)["read_from_file"]["path"]["enum"] == ["calc.py"]
+    assert "answer" in choices(taken)
+
+
+def test_a_file_that_cannot_be_read_is_not_tried_again() -> None:
+    prompt = agent.user_message("Write new.py.")
+    taken = course(prompt, *done("read_from_file", "new.py: No such file or directory.", path="new.py"))
+    assert "new.py" not in str(choices(taken).get("read_from_file"))
+
+
+def test_files_that_the_prompt_names_may_be_written_before_anything_is_run() -> None:
+    taken = course(agent.user_message("Add double to calc.py, test it in test_calc.py."), *wrote("calc.py"))
+    assert "Next: test_calc.py." in taken.sent[-1]["content"]
+    assert set(choices(taken)) == {"run_shell_command", "write_to_file"}
+    assert list(choices(course(agent.user_message("Fix calc.py."), *wrote("calc.py")))) == ["run_shell_command"]
+
+
+def test_a_long_result_is_shortened() -> None:
+    taken = course(agent.user_message("Fix a.py."), *done("read_from_file", "x" * 50_000, path="a.py"))
+    assert len(taken.sent[-1]["content"]) < 10_000
 
 
 @pytest.mark.parametrize("prompt", ["What was done here so far?", "Hello there", "Explain calc.py to me."])

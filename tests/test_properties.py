@@ -83,36 +83,6 @@ def test_the_folded_log_is_the_transcript(script: list[Step], interrupts: list[i
     assert fake.violations == []
 
 
-messages_strategy = st.lists(
-    st.one_of(
-        st.just([{"role": "user", "content": "u" * 50}]),
-        st.just([{"role": "assistant", "content": "a" * 30}]),
-        st.integers(1, 3).map(
-            lambda n: [
-                agent.assistant_message("", [agent.ToolCall(f"c{i}", "list_files", "{}") for i in range(n)]),
-                *[
-                    agent.tool_message(agent.ToolCall(f"c{i}", "list_files", "{}"), agent.ToolResult("r" * 90))
-                    for i in range(n)
-                ],
-            ]
-        ),
-    ),
-    max_size=12,
-).map(lambda groups: [message for group in groups for message in group])
-
-
-@given(messages=messages_strategy, covered=st.integers(0, 5))
-def test_a_split_never_parts_a_call_from_its_result(messages: list[agent.Message], covered: int) -> None:
-    covered = min(covered, len(messages))
-    while covered < len(messages) and messages[covered]["role"] == "tool":
-        covered += 1
-    end = agent.split_for_compaction(messages, covered)
-    assert covered <= end < max(len(messages), covered + 1)
-    if end > covered:
-        assert messages[end]["role"] != "tool"
-        assert agent.unanswered(messages[:end]) == []
-
-
 @given(st.text())
 def test_cleaned_text_holds_nothing_that_a_terminal_obeys(words: str) -> None:
     cleaned = agent.clean(words)

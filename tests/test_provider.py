@@ -319,6 +319,26 @@ def test_a_printed_call_is_not_shown(server: Serve, converse: Converse) -> None:
     assert len(conversation.of(agent.ToolEnd)) == 1
 
 
+def test_a_model_that_prints_calls_badly_is_bound_to_a_schema(server: Serve, converse: Converse) -> None:
+    printed = text('Sure! I would run:\n```json\n{"name": "list_files", "arguments": {}}\n```\nLet me know.')
+    fake = server(printed, call("list_files"), text("Empty."), text("Still empty."))
+    conversation = converse(fake)
+    assert conversation.send("What is here?").reason == "done"
+    assert "response_format" in fake.last.body
+    assert "bound to a schema" in conversation.of(agent.Adapted)[0].what
+    assert "Sure" not in str(conversation.messages)
+    assert "json_guess" not in (conversation.config.state_dir / "providers.json").read_text(), "a guess is not kept"
+
+
+def test_the_schema_is_given_up_where_it_is_refused(server: Serve, converse: Converse) -> None:
+    no_tools = error(400, "m does not support tools")
+    fake = server(no_tools, error(400, "response_format is not supported"), no_tools)
+    end = converse(fake).send("go")
+    assert end.reason == "error"
+    assert "does not call tools" in str(end.error)
+    assert len(fake.requests) == 3
+
+
 def test_a_failure_to_connect_is_told_with_its_cause(server: Serve, converse: Converse) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -328,7 +348,7 @@ def test_a_failure_to_connect_is_told_with_its_cause(server: Serve, converse: Co
     assert end.retryable
     assert str(end.error).startswith(f"cannot reach {url} (")
     assert "refused" in str(end.error)
-    assert str(end.error).endswith("Is the server running? Gave up after 3 tries.")
+    assert str(end.error).endswith("Gave up after 3 tries. Is the server running?")
 
 
 def test_silence_is_told_with_its_limit(server: Serve, converse: Converse) -> None:

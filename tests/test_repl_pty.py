@@ -5,15 +5,19 @@ from __future__ import annotations
 import os
 import pty
 import re
+import shlex
+import shutil
 import signal
 import subprocess
 import sys
+import termios
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from conftest import AGENT
-from fake_replies import Reply, call, calls, hang, slow, text
+from fake_replies import Reply, but, call, calls, error, hang, slow, text
 from fake_server import FakeServer
 from pty_driver import Terminal
 
@@ -88,6 +92,16 @@ def test_an_empty_line_later_sends_nothing(server: Serve, repl: Callable[..., Te
     enter(terminal, "second")
     terminal.wait_for(r"Two\.")
     assert [m["content"] for m in fake.last.messages[1:]] == ["first", "One.", "second"]
+
+
+def test_enter_tries_again_what_the_provider_failed_at(server: Serve, repl: Callable[..., Terminal]) -> None:
+    fake = server(error(401, "Who are you?"), text("Here I am."))
+    terminal = repl(fake)
+    enter(terminal, "first")
+    terminal.wait_for("Enter tries again")
+    enter(terminal, "")
+    terminal.wait_for(r"Here I am\.")
+    assert [m["content"] for m in fake.last.messages[1:]] == ["first"], "the prompt is sent once"
 
 
 def test_several_lines_are_one_prompt(server: Serve, repl: Callable[..., Terminal]) -> None:
@@ -215,3 +229,293 @@ def test_a_terminal_that_vanishes_ends_the_program(server: Serve, workspace: Pat
         assert process.wait(20) == 128 + signal.SIGHUP
     finally:
         process.kill()
+
+
+# --- What the terminal is left as ------------------------------------------------------------------
+
+
+def modes(terminal: Terminal) -> list[object]:
+    """The settings of the pty: echo, line mode, signals and all."""
+    return list(termios.tcgetattr(terminal.process.child_fd)[:4])
+
+
+@pytest.fixture
+def shell(workspace: Path) -> Iterator[Callable[..., Terminal]]:
+    """`shell(fake, *args, env=...)` starts the program under a shell that stays, and shows its exit status."""
+    opened: list[Terminal] = []
+
+    def start(fake: FakeServer, *args: str, env: dict[str, str] | None = None, prefix: str = "") -> Terminal:
+        line = shlex.join([sys.executable, str(AGENT), "--start_dir", str(workspace), "--sandbox", "off", *args])
+        script = f"stty -a >/dev/null; echo ready; read go; {prefix}{line}; echo status $?; read end"
+        terminal = Terminal(["/bin/sh", "-c", script], env={**os.environ, **fake.env, **(env or {})})
+        opened.append(terminal)
+        terminal.wait_for("ready")
+        return terminal
+
+    yield start
+    for terminal in opened:
+        terminal.close()
+
+
+def pid_of_agent(terminal: Terminal) -> int:
+    """The program's process, a child of the shell."""
+    children = Path(f"/proc/{terminal.process.pid}/task/{terminal.process.pid}/children").read_text().split()
+    return int(children[0])
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+@pytest.mark.parametrize("working", [False, True])
+def test_a_signal_ends_it_and_restores_the_terminal(
+    server: Serve, shell: Callable[..., Terminal], number: int, status: int, working: bool
+) -> None:
+    fake = server(hang())
+    terminal = shell(fake)
+    before = modes(terminal)
+    terminal.send("\r")
+    terminal.wait_for(PROMPT)
+    assert modes(terminal) != before
+    if working:
+        enter(terminal, "go")
+        fake.wait_for_requests(1)
+    os.kill(pid_of_agent(terminal), number)
+    terminal.wait_for(f"status {status}")
+    assert modes(terminal) == before
+    assert terminal.raw.rstrip().rfind(b"\x1b[?2004l") > terminal.raw.rfind(b"\x1b[?2004h")
+    assert terminal.raw.rfind(b"\x1b[?25h") > terminal.raw.rfind(b"\x1b[?25l")
+
+
+def test_a_crash_restores_the_terminal_and_shows_the_traceback(server: Serve, workspace: Path) -> None:
+    fake = server(hang())
+    crash = (
+        "import sys, agent\n"
+        "def frame(self): raise ZeroDivisionError('in a frame')\n"
+        "agent.Repl._frame = frame\n"
+        "sys.exit(agent.main())"
+    )
+    line = f"{shlex.quote(sys.executable)} -c {shlex.quote(crash)} --start_dir {workspace} --sandbox off"
+    environ = {**os.environ, **fake.env, "PYTHONPATH": str(AGENT.parent)}
+    terminal = Terminal(["/bin/sh", "-c", f"echo ready; read go; {line}; echo status $?; read end"], env=environ)
+    terminal.wait_for("ready")
+    before = modes(terminal)
+    terminal.send("\r")
+    terminal.wait_for(PROMPT)
+    terminal.send("hello\r")
+    terminal.wait_for("status 1")
+    assert "ZeroDivisionError: in a frame" in terminal.all_text()
+    assert modes(terminal) == before
+    terminal.close()
+
+
+def test_ctrl_z_stops_it_and_fg_brings_the_draft_back(server: Serve, workspace: Path) -> None:
+    fake = server(text("Back again."))
+    line = shlex.join([sys.executable, str(AGENT), "--start_dir", str(workspace), "--sandbox", "off"])
+    terminal = Terminal(["bash", "--norc", "-i"], env={**os.environ, **fake.env, "PS1": "shell> "})
+    try:
+        terminal.wait_for("shell>")
+        terminal.send(line + "\r")
+        terminal.wait_for(PROMPT)
+        terminal.send("my draft")
+        terminal.wait_for("› my draft", visible=True)
+        terminal.send("\x1a")
+        terminal.wait_for("Stopped")
+        terminal.send("echo $((40+2))\r")
+        terminal.wait_for("^42$")
+        terminal.send("fg\r")
+        terminal.wait_for("(?s)fg.*› my draft", visible=True)
+        terminal.send("\r")
+        terminal.wait_for("Back again")
+    finally:
+        terminal.close()
+
+
+# --- Poor terminals --------------------------------------------------------------------------------
+
+
+def test_no_color_leaves_no_colour(server: Serve, workspace: Path) -> None:
+    fake = server(
+        calls(call("write_to_file", path="a.py", content="x = 1\n"), text="# Head\n\n`code`"), text("- *done*")
+    )
+    argv = [sys.executable, str(AGENT), "--start_dir", str(workspace), "--sandbox", "off", "--approve", "all"]
+    terminal = Terminal(argv, env={**os.environ, **fake.env, "NO_COLOR": "1"})
+    try:
+        enter(terminal, "go")
+        terminal.wait_for("done")
+        idle(terminal)
+        numbers = {n for sgr in re.findall(rb"\x1b\[([0-9;]*)m", terminal.raw) for n in sgr.split(b";")}
+        assert not {n for n in numbers if re.fullmatch(rb"(3|4|9|10)[0-7]", n) or n in (b"38", b"48")}
+    finally:
+        terminal.close()
+
+
+@pytest.mark.parametrize("term", ["dumb", "unknown"])
+def test_a_dumb_terminal_gets_plain_lines(server: Serve, workspace: Path, term: str) -> None:
+    fake = server(calls(call("write_to_file", path="a.txt", content="x"), text="I write."), text("Plain *answer*."))
+    argv = [sys.executable, str(AGENT), "--start_dir", str(workspace), "--sandbox", "off", "--approve", "ask"]
+    terminal = Terminal(argv, env={**os.environ, **fake.env, "TERM": term})
+    try:
+        terminal.wait_for("^>$")
+        terminal.send("go\r")
+        terminal.wait_for(r"Run it\?.*:$")
+        terminal.send("y\r")
+        terminal.wait_for(r"Plain \*answer\*\.")
+        terminal.wait_for(r"Plain(.|\n)*\n>$")
+        assert (workspace / "a.txt").read_text() == "x"
+        terminal.send("\x04")
+        assert terminal.wait_exit() == 0
+        assert b"\x1b" not in terminal.raw
+    finally:
+        terminal.close()
+
+
+def test_without_utf_8_only_ascii_is_written(server: Serve, workspace: Path) -> None:
+    fake = server(calls(call("list_files"), text="- one\n- two\n\n> quote"), text("Café ✓ done."))
+    argv = [sys.executable, str(AGENT), "--start_dir", str(workspace), "--sandbox", "off"]
+    terminal = Terminal(argv, env={**os.environ, **fake.env, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"})
+    try:
+        enter(terminal, "go")
+        terminal.wait_for("done")
+        idle(terminal)
+        assert terminal.raw.isascii()
+        assert "* one" in terminal.all_text()
+    finally:
+        terminal.close()
+
+
+def test_input_that_is_no_terminal_is_a_headless_prompt(server: Serve, workspace: Path) -> None:
+    fake = server(text("From a pipe."))
+    line = shlex.join([sys.executable, str(AGENT), "--start_dir", str(workspace), "--sandbox", "off"])
+    done = subprocess.run(["/bin/sh", "-c", f"echo hi | {line}"], env={**os.environ, **fake.env}, capture_output=True)
+    assert (done.returncode, done.stdout) == (0, b"From a pipe.\n")
+    assert b"\x1b" not in done.stderr
+
+
+def test_output_that_is_no_terminal_is_plain(server: Serve, workspace: Path) -> None:
+    """Typed at a terminal, but shown elsewhere: `agent.py | tee log`."""
+    fake = server(text("For the log."))
+    line = shlex.join([sys.executable, str(AGENT), "--start_dir", str(workspace), "--sandbox", "off"])
+    terminal = Terminal(["/bin/sh", "-c", f"{line} | tee log"], env={**os.environ, **fake.env}, cwd=workspace)
+    try:
+        terminal.wait_for("session")
+        terminal.send("go\r")
+        terminal.wait_for("For the log")
+        terminal.send("\x04")
+        assert terminal.wait_exit() == 0
+        assert b"\x1b" not in (workspace / "log").read_bytes()
+    finally:
+        terminal.close()
+
+
+# --- Keys before, and much of everything -----------------------------------------------------------
+
+
+def test_what_is_typed_before_the_prompt_is_not_lost(server: Serve, workspace: Path) -> None:
+    fake = server(text("Heard you."))
+    argv = [sys.executable, str(AGENT), "--start_dir", str(workspace), "--sandbox", "off"]
+    terminal = Terminal(argv, env={**os.environ, **fake.env})
+    try:
+        terminal.send("typed early")
+        terminal.wait_for("› typed early", visible=True)
+        terminal.send("\r")
+        terminal.wait_for("Heard you")
+        assert fake.last.messages[-1]["content"] == "typed early"
+    finally:
+        terminal.close()
+
+
+def test_three_thousand_lines_come_once_each_while_one_types(server: Serve, repl: Callable[..., Terminal]) -> None:
+    lines = "".join(f"line {n:05d} {'x' * (n % 60)}\n" for n in range(3000))
+    fake = server(but(text(f"```\n{lines}```\n\nThe end."), chunk=300, delay=0.002))
+    terminal = repl(fake)
+    enter(terminal, "go")
+    typed = 0
+    while "The end" not in terminal.all_text()[-4000:]:
+        terminal.send(chr(ord("a") + typed % 26))
+        typed += 1
+        draft = "".join(chr(ord("a") + n % 26) for n in range(typed))
+        terminal.wait_for("› " + draft[:60], visible=True)
+        if typed == 60:
+            terminal.send("\x15")
+            terminal.wait_gone("› abc")
+            typed = 0
+    shown = re.findall(r"line (\d{5})", terminal.all_text())
+    assert shown == [f"{n:05d}" for n in range(3000)]
+
+
+needs_tmux = pytest.mark.skipif(
+    not shutil.which("tmux"), reason="tmux is not installed: no terminal here re-wraps lines"
+)
+
+
+class Tmux:
+    """A terminal that re-wraps its lines when it is resized."""
+
+    def __init__(self, folder: Path, argv: list[str], env: dict[str, str]) -> None:
+        self.socket = str(folder / "tmux")
+        settings = folder / "tmux.conf"
+        settings.write_text("set -g history-limit 50000\nset -g status off\n")
+        command = ["tmux", "-S", self.socket, "-f", str(settings), "new-session", "-d", "-x", "100", "-y", "25"]
+        subprocess.run([*command, shlex.join(argv)], env={**env, "TERM": "xterm-256color"}, check=True)
+        self.run("set-option", "-g", "window-size", "manual")
+
+    def run(self, *args: str) -> str:
+        """One tmux command."""
+        done = subprocess.run(["tmux", "-S", self.socket, *args], capture_output=True, text=True)
+        return done.stdout
+
+    def text(self) -> str:
+        """All lines, those that were wrapped joined again."""
+        return self.run("capture-pane", "-p", "-J", "-S", "-50000")
+
+    def wait_for(self, words: str, timeout_s: float = 60) -> None:
+        """Wait until the words are on the screen."""
+        deadline = time.monotonic() + timeout_s
+        while words not in self.run("capture-pane", "-p"):
+            assert time.monotonic() < deadline, self.text()[-3000:]
+            time.sleep(0.02)
+
+
+@needs_tmux
+def test_lines_survive_resizing_in_a_terminal_that_wraps_them_again(
+    server: Serve, workspace: Path, tmp_path: Path
+) -> None:
+    lines = "".join(f"line {n:05d} {'x' * (n % 90)}\n" for n in range(3000))
+    fake = server(but(text(f"```\n{lines}```\n\nThe end."), chunk=120, delay=0.002))
+    argv = [sys.executable, str(AGENT), "--start_dir", str(workspace), "--sandbox", "off"]
+    unbuffered = {"PYTHONUNBUFFERED": "1"}  # once lost what a signal cut off
+    tmux = Tmux(tmp_path, argv, {**os.environ, **fake.env, **unbuffered})
+    try:
+        tmux.wait_for("›")
+        tmux.run("send-keys", "go", "Enter")
+        tmux.wait_for("line 000")
+        step = 0
+        while "The end." not in tmux.run("capture-pane", "-p") and step < 400:
+            width = 100 - 60 * (step % 40 < 20) * (step % 20) // 20 - 3 * (step % 7)
+            tmux.run("resize-window", "-x", str(width), "-y", str(25 - step % 9))
+            if step % 8 == 0:
+                tmux.run("send-keys", "t")
+            step += 1
+        tmux.wait_for("The end.")
+        assert step > 10
+        shown = re.findall(r"line (\d{5})", tmux.text())
+        assert sorted(set(shown)) == [f"{n:05d}" for n in range(3000)]
+        assert len(shown) - 3000 <= 2 * agent.TAIL_ROWS  # rows of a preview may stay behind, lines are never lost
+    finally:
+        tmux.run("kill-server")
+
+
+@needs_tmux
+def test_wide_characters_keep_the_prompt_in_its_place(server: Serve, workspace: Path, tmp_path: Path) -> None:
+    fake = server(text("家族 👨‍👩‍👧 und 🇩🇪 ❤️ " * 6 + "\n\nEnde."))
+    argv = [sys.executable, str(AGENT), "--start_dir", str(workspace), "--sandbox", "off"]
+    tmux = Tmux(tmp_path, argv, {**os.environ, **fake.env})
+    try:
+        tmux.wait_for("›")
+        tmux.run("resize-window", "-x", "41", "-y", "24")
+        tmux.run("send-keys", "日本語 ok", "Enter")
+        tmux.wait_for("Ende.")
+        tmux.run("send-keys", "次")
+        tmux.wait_for("› 次")
+        assert fake.last.messages[-1]["content"] == "日本語 ok"
+        assert tmux.text().count("Ende.") == 1
+    finally:
+        tmux.run("kill-server")
