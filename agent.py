@@ -2110,7 +2110,7 @@ def probe_sandbox(workspace: Workspace, state_dir: Path, search_path: str) -> tu
 # there is no /proc, whatever left its process group.
 
 HEAD_BYTES, TAIL_BYTES = 8_000, 24_000  # of a command's output: what the model is shown
-PIPE_BYTES = 1 << 18  # between a command and us: four times the usual, so that a flood takes a quarter of the turns
+PIPE_BYTES = 1 << 18  # held by the system between a command and us: more than usual, so that a flood waits less
 SPOOL_BYTES, OUTPUT_LIMIT = 64 << 20, 1 << 30  # what is kept on disk; where the command is stopped
 MAX_TIMEOUT_S = 600
 DRAIN_S = 0.5  # how long to read on after the shell has exited: what it started may hold the pipe open for ever
@@ -2294,7 +2294,7 @@ class Job:
 
     def _read(self) -> None:
         try:
-            data = os.read(self._pipe, PIPE_BYTES)
+            data = os.read(self._pipe, 1 << 16)
         except BlockingIOError:
             return
         if not data:
