@@ -535,7 +535,8 @@ def message_calls(message: Message) -> list[ToolCall]:
 
 @dataclass(frozen=True)
 class Reply:
-    """One complete answer of the model. `finish_reason`: "stop" or "length".
+    """One complete answer of the model. `finish_reason`: "stop" or "length". `usage`: of the request that completed
+    it; `used_before`: of those before it, where an answer takes several.
 
     `problem` says what is wrong with a reply that cannot be used; `thinks_first`: its thinking ended with a tag
     that was never opened.
@@ -544,6 +545,7 @@ class Reply:
     message: Message
     finish_reason: str = "stop"
     usage: Usage | None = None
+    used_before: Usage = Usage()
     problem: str = ""
     thinks_first: bool = False
 
@@ -4601,7 +4603,8 @@ TEST_FILE = re.compile(r"(^|/)(test_\w+|\w+_test)\.py$")
 LANGUAGES = {"py": "python", "js": "javascript", "ts": "typescript", "sh": "bash", "md": "markdown", "rs": "rust"}
 DEFINITION = re.compile(r"^(?:async def|def|class) ([a-zA-Z]\w*)", re.MULTILINE)
 TRACEBACK_LINE = re.compile(r'File "([^"\n]+)", line \d+')
-RAISED = re.compile(r"^ +raise\b.*\n(?:[ ~^]+\n)?\w+", re.MULTILINE)
+COMPARED_ERROR = re.compile(r"\bassert(?!Raises)\w+\(.*\b[A-Z]\w*Error\)$", re.MULTILINE)  # as if it were a result
+ERROR_LINE = re.compile(r"^\w*(?:Error|Exception)\b.*$", re.MULTILINE)
 STATUS_LINE = re.compile(r"^\[exit code (\d+)", re.MULTILINE)
 NO_TESTS = re.compile(r"^(Ran 0 tests|NO TESTS RAN)", re.MULTILINE)
 KNOW_ENOUGH = "If you know enough, answer."
@@ -4655,6 +4658,8 @@ class Course:
         self.looks = self.mends = 0  # calls that only looked in a row; mends that failed
         self.last = ""  # the last tool
         self.wrote: list[str] = []
+        self.errors: list[str] = []  # what the last failure said, and how often it said that again
+        self.same_failures = 0
         self.is_refused = False  # the last write was
         self.is_listed = self.has_run = self.is_unchecked = self.is_failing = self.is_unchanged = False
         self.suspects: list[str] = []
@@ -4786,6 +4791,9 @@ class Course:
         self.is_failing = failed and bool(programs)  # a search that finds nothing fails too
         if self.is_failing:
             self.mends += 1
+            errors = ERROR_LINE.findall(result)
+            self.same_failures = self.same_failures + 1 if errors == self.errors else 0
+            self.errors = errors
             self.suspects = self._ranked(list(dict.fromkeys(programs)), result)
 
     def _ranked(self, files: list[str], output: str) -> list[str]:
@@ -4793,13 +4801,13 @@ class Course:
         blamed = [
             name for place in TRACEBACK_LINE.findall(output) for name in files if f"/{place}".endswith("/" + name)
         ]
-        if NO_TESTS.search(output) or RAISED.search(output):  # who raises knows why: it was called wrongly
+        if NO_TESTS.search(output) or COMPARED_ERROR.search(output):
             files.sort(key=lambda name: not TEST_FILE.search(name))
         elif blamed and "AssertionError" not in output:
             files.sort(key=lambda name: name != blamed[-1])
         else:  # a test that fails speaks of the program
             files.sort(key=lambda name: bool(TEST_FILE.search(name)))
-        turn = (self.mends - 1) // 2 % len(files)  # two attempts at one, then at the next
+        turn = self.same_failures % len(files)  # a mend that changed nothing was in the wrong place
         return files[turn:] + files[:turn]
 
     def _opening(self) -> str:
@@ -5372,13 +5380,13 @@ class HttpProvider:
             finally:
                 await exchange.close()
             if reply:
-                used += reply.usage or Usage()
                 if awaits_content(reply.message) and isinstance(wire, JsonWire):
                     messages = [*messages, reply.message]
+                    used += reply.usage or Usage()
                     continue
                 for delta in gate.release() if reply.text else ():
                     yield delta
-                yield dataclasses.replace(reply, usage=used if reply.usage else None)
+                yield dataclasses.replace(reply, used_before=used)
                 return
             step = await self._after(failure, tries, body, len(content))
             yield step
@@ -5912,6 +5920,16 @@ def _clipped(message: Message, limit: int) -> Message:
     return short
 
 
+def _in_short(call: ToolCall) -> str:
+    """A call on one line for the model: its name and its first argument."""
+    try:
+        given = json.loads(call.arguments or "{}", strict=False)
+    except json.JSONDecodeError:
+        given = None
+    first = str(next(iter(given.values()), "")) if isinstance(given, dict) else ""
+    return one_line(f"{call.name} {first}", 120).strip()
+
+
 def _stub(message: Message, call: ToolCall | None) -> Message:
     """An old tool result as one line: how long it was, how it ended, how to get it again."""
     text = message_text(message)
@@ -5919,7 +5937,7 @@ def _stub(message: Message, call: ToolCall | None) -> Message:
     if call and call.name == "run_shell_command":
         again = f"it ended with: {one_line(text.rstrip().rpartition(chr(10))[2], 100)}"
     elif call:
-        again = " ".join(describe_call(call)) + " shows it again"
+        again = f"{_in_short(call)} shows it again"
     return message | {"content": f"[{len(text)} characters left out to save room; {again}]"}
 
 
@@ -6072,7 +6090,7 @@ def extract_summary(text: str) -> str:
 
 def list_of_deeds(messages: Sequence[Message], before: str, limit: int) -> str:
     """A summary without a model: the former one, then the calls in order, the oldest left out."""
-    lines = [" ".join(describe_call(call)) for message in messages for call in message_calls(message)]
+    lines = [_in_short(call) for message in messages for call in message_calls(message)]
     kept = "\n".join(lines)
     return "\n".join([_clip_to(before, limit // 2), NO_SUMMARY, kept[-(limit // 2) :]]).strip()
 
@@ -6855,7 +6873,7 @@ class Agent:
                 async for item in stream:
                     if isinstance(item, Reply):
                         reply = item
-                        self.usage += item.usage or Usage()
+                        self.usage += (item.usage or Usage()) + item.used_before
                     elif purpose == "step" or isinstance(item, Retry | Adapted):
                         yield self._streamed(item)
         except (ProviderError, Interrupted) as exc:
@@ -8906,6 +8924,7 @@ class Screen:
         self._frame = frame
         self._busy = busy
         self._due = asyncio.Event()
+        self._stale = False  # whether the live region has to be drawn again whatever `frame` returns
         self._backlog: list[str] = []  # printed while an editor has the terminal
         self._drawn_at = self._resized_at = 0.0
         self._frame_hold = contextlib.ExitStack()
@@ -8929,7 +8948,8 @@ class Screen:
         return time.monotonic() - self._resized_at < SETTLE_S
 
     def touch(self) -> None:
-        """Have `frame` called soon."""
+        """Have `frame` called and the live region drawn soon."""
+        self._stale = True
         self._due.set()
 
     def commit(self, text: str) -> None:
@@ -8991,7 +9011,8 @@ class Screen:
             started = time.perf_counter()
             self.commit("")
             state = self._frame()
-            if state != shown:
+            if state != shown or self._stale:
+                self._stale = False
                 self._check_size()
                 self.app._redraw()
                 shown = state
@@ -10236,7 +10257,8 @@ class ReplayedAgent(Agent):
         self.compared += 1
         if without_times(result.content) != without_times(recorded):
             changes = clip(diff(recorded, result.content, call.name), 3_000, 1_000)
-            raise Divergence(f"the result of {' '.join(describe_call(call))} differs from the recorded one:\n{changes}")
+            told = f"{call.name} {describe_call(call)[1]}"
+            raise Divergence(f"the result of {told} differs from the recorded one:\n{changes}")
         return dataclasses.replace(result, content=recorded)
 
 
@@ -10502,6 +10524,15 @@ def _ask_on_terminal(question: str) -> bool:
     return sys.stdin.isatty() and input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
 
 
+def ask_about_notes(config: Config, ask: Callable[[str], bool]) -> None:
+    """Ask, once for each text, whether project notes that came with the files are to be followed."""
+    trust = NotesTrust(config)
+    for note in read_notes(config):
+        if trust.answer(note) is None:
+            print(f"{clean(str(note.path))} ({len(note.text)} characters):\n{clean(clip(note.text, 600, 200))}\n")
+            trust.remember(note, ask("Follow these project notes? Otherwise the model reads them as mere context."))
+
+
 def replay_log(config: Config, options: argparse.Namespace) -> int:
     """Replay the log that the options name and return the exit status."""
     log = Path(options.replay).expanduser()
@@ -10549,6 +10580,8 @@ def run(options: argparse.Namespace, environ: Mapping[str, str], early: EarlyPro
     if options.spec:
         copy_spec(options.spec, workspace)
     provider = choose_provider(config, ask)
+    if prompt is None and sys.stdin.isatty():
+        ask_about_notes(config, ask)
     runtime, notes = build_runtime(config, provider, options.new, options.resume or None)
     if options.start_dir is None:
         notes.insert(0, f"working directory: {workspace}")
