@@ -1112,6 +1112,14 @@ ONLY_DIRECTORY = os.O_DIRECTORY | getattr(os, "O_PATH", 0)
 ENV_FILES = (".env", ".env.local", ".env.development", ".env.production", ".env.test")
 
 
+@functools.cache
+def c_library() -> Any:
+    """The C library, for what Python has no function for."""
+    import ctypes
+
+    return ctypes.CDLL(None, use_errno=True)
+
+
 def _open_stepwise(base: int, path: str, flags: int) -> int:
     """Open a path below the directory `base` one component after the other, following no link."""
     *parents, leaf = Path(path).parts or (".",)
@@ -1133,8 +1141,8 @@ def open_beneath(base: int, path: str, flags: int) -> int:
         import struct
 
         how = struct.pack("QQQ", flags | os.O_CLOEXEC, 0, LINK_FREE)
-        libc, number = ctypes.CDLL(None, use_errno=True), 437  # openat2 has one number on all machines we know
-        file = libc.syscall(number, base, os.fsencode(path or "."), how, ctypes.c_size_t(len(how)))
+        number = 437  # openat2 has one number on all machines we know
+        file = c_library().syscall(number, base, os.fsencode(path or "."), how, ctypes.c_size_t(len(how)))
         if file >= 0:
             return int(file)
         if ctypes.get_errno() not in (errno.ENOSYS, errno.EPERM):  # too old a kernel, or forbidden in a container
@@ -1361,6 +1369,8 @@ class Workspace:
         """Name and value of what looks like a secret in the .env files at the workspace's top."""
         found = {}
         for file_name in ENV_FILES:
+            if not os.path.lexists(self.root / file_name):
+                continue
             with contextlib.suppress(ToolError):
                 for line in self.read(self.locate(file_name), 100_000).decode("utf-8", "replace").splitlines():
                     name, _, value = line.strip().removeprefix("export ").partition("=")
@@ -2219,9 +2229,7 @@ def adopt_orphans() -> bool:
     """Become the parent of what our commands' processes leave behind, so that it is found (Linux)."""
     if sys.platform != "linux":
         return False
-    import ctypes
-
-    return bool(ctypes.CDLL(None).prctl(36, 1, 0, 0, 0) == 0)  # PR_SET_CHILD_SUBREAPER
+    return bool(c_library().prctl(36, 1, 0, 0, 0) == 0)  # PR_SET_CHILD_SUBREAPER
 
 
 def our_children() -> set[int] | None:
@@ -9553,6 +9561,13 @@ def type_ahead(terminal_input: Input, typed: bytes) -> None:
     store_typeahead(terminal_input, keys)
 
 
+def give_back_memory() -> None:
+    """Let the system have what is not in use: ten megabytes after all imports, and large buffers from now on."""
+    with contextlib.suppress(AttributeError, OSError):  # only glibc has these
+        c_library().mallopt(-3, 1 << 17)  # M_MMAP_THRESHOLD: what is larger is a mapping of its own, whose end is felt
+        c_library().malloc_trim(0)
+
+
 def warm_up(provider: Provider, can_ask: threading.Event) -> None:
     """Load what the first turn needs; run in a thread while the user reads the first screen."""
     try:
@@ -9565,6 +9580,7 @@ def warm_up(provider: Provider, can_ask: threading.Event) -> None:
     _markdown_type()
     _markdown_parser()
     highlight("pass", "python")
+    give_back_memory()
 
 
 @contextlib.contextmanager
@@ -10551,7 +10567,13 @@ def replay_log(config: Config, options: argparse.Namespace) -> int:
 
 def load(*names: str) -> None:
     """Import modules in a thread, while this one waits for other things."""
-    threading.Thread(target=lambda: [importlib.import_module(name) for name in names], daemon=True).start()
+
+    def import_all() -> None:
+        for name in names:
+            importlib.import_module(name)
+        give_back_memory()
+
+    threading.Thread(target=import_all, daemon=True).start()
 
 
 def run(options: argparse.Namespace, environ: Mapping[str, str], early: EarlyPrompt) -> int:
