@@ -1112,6 +1112,14 @@ ONLY_DIRECTORY = os.O_DIRECTORY | getattr(os, "O_PATH", 0)
 ENV_FILES = (".env", ".env.local", ".env.development", ".env.production", ".env.test")
 
 
+@functools.cache
+def c_library() -> Any:
+    """The C library, for what Python has no function for."""
+    import ctypes
+
+    return ctypes.CDLL(None, use_errno=True)
+
+
 def _open_stepwise(base: int, path: str, flags: int) -> int:
     """Open a path below the directory `base` one component after the other, following no link."""
     *parents, leaf = Path(path).parts or (".",)
@@ -1133,8 +1141,8 @@ def open_beneath(base: int, path: str, flags: int) -> int:
         import struct
 
         how = struct.pack("QQQ", flags | os.O_CLOEXEC, 0, LINK_FREE)
-        libc, number = ctypes.CDLL(None, use_errno=True), 437  # openat2 has one number on all machines we know
-        file = libc.syscall(number, base, os.fsencode(path or "."), how, ctypes.c_size_t(len(how)))
+        number = 437  # openat2 has one number on all machines we know
+        file = c_library().syscall(number, base, os.fsencode(path or "."), how, ctypes.c_size_t(len(how)))
         if file >= 0:
             return int(file)
         if ctypes.get_errno() not in (errno.ENOSYS, errno.EPERM):  # too old a kernel, or forbidden in a container
@@ -1361,6 +1369,8 @@ class Workspace:
         """Name and value of what looks like a secret in the .env files at the workspace's top."""
         found = {}
         for file_name in ENV_FILES:
+            if not os.path.lexists(self.root / file_name):
+                continue
             with contextlib.suppress(ToolError):
                 for line in self.read(self.locate(file_name), 100_000).decode("utf-8", "replace").splitlines():
                     name, _, value = line.strip().removeprefix("export ").partition("=")
@@ -2115,7 +2125,7 @@ def probe_sandbox(workspace: Workspace, state_dir: Path, search_path: str) -> tu
 # there is no /proc, whatever left its process group.
 
 HEAD_BYTES, TAIL_BYTES = 8_000, 24_000  # of a command's output: what the model is shown
-PIPE_BYTES = 1 << 18  # between a command and us: four times the usual, so that a flood takes a quarter of the turns
+PIPE_BYTES = 1 << 18  # held by the system between a command and us: more than usual, so that a flood waits less
 SPOOL_BYTES, OUTPUT_LIMIT = 64 << 20, 1 << 30  # what is kept on disk; where the command is stopped
 MAX_TIMEOUT_S = 600
 DRAIN_S = 0.5  # how long to read on after the shell has exited: what it started may hold the pipe open for ever
@@ -2222,9 +2232,7 @@ def adopt_orphans() -> bool:
     """Become the parent of what our commands' processes leave behind, so that it is found (Linux)."""
     if sys.platform != "linux":
         return False
-    import ctypes
-
-    return bool(ctypes.CDLL(None).prctl(36, 1, 0, 0, 0) == 0)  # PR_SET_CHILD_SUBREAPER
+    return bool(c_library().prctl(36, 1, 0, 0, 0) == 0)  # PR_SET_CHILD_SUBREAPER
 
 
 def our_children() -> set[int] | None:
@@ -2299,7 +2307,7 @@ class Job:
 
     def _read(self) -> None:
         try:
-            data = os.read(self._pipe, PIPE_BYTES)
+            data = os.read(self._pipe, 1 << 16)
         except BlockingIOError:
             return
         if not data:
@@ -6373,6 +6381,7 @@ class ViewKeeper:
         self.messages = messages
         self.checkpoint = checkpoint
         self._view = View(system_prompt, messages, checkpoint)
+        self._swept_in_vain: dict[int, int] = {}  # tokens that were to be kept -> tokens of the view at that time
         self._pins_due = True
         self._forget_reports()
         self._given_up, self._overflows, self._after_compaction = False, 0, 0
@@ -6414,6 +6423,7 @@ class ViewKeeper:
         """Change the view as the event says; returns the event with the tokens that this leads to."""
         self.checkpoint = self.checkpoint.after(event)
         self._view = View(self.system_prompt, self.messages, self.checkpoint)
+        self._swept_in_vain.clear()
         self._extends = False
         return dataclasses.replace(event, tokens_after=self.used()) if isinstance(event, Elided | Compacted) else event
 
@@ -6540,13 +6550,22 @@ class ViewKeeper:
             yield Notice("your message is too long for the context window: its middle is not sent. Put it in a file.")
 
     def _elide(self, keep: int) -> Event | None:
-        """Sweep old results; None when that would gain less than a twentieth of the window."""
+        """Sweep old results; None when that would gain less than a twentieth of the window.
+
+        What would be gained is counted anew only when the view has grown by as much.
+        """
+        least = self.window.tokens // 20
+        before = self._swept_in_vain.get(keep)
+        if before is not None and (self._view.tokens - before) * self.ratio < least:
+            return None
         swept = old_results(self.messages, self.checkpoint.covered, self._view.sizes, keep)
         room = min(self.checkpoint.room or sys.maxsize, self.window.tokens)
         event = Elided(max(swept, self.checkpoint.elided), room, self.used(), 0)
         after = View(self.system_prompt, self.messages, self.checkpoint.after(event)).tokens
-        gain = (self._view.tokens - after) * self.ratio
-        return self._change(event) if gain >= self.window.tokens // 20 else None
+        if (self._view.tokens - after) * self.ratio >= least:
+            return self._change(event)
+        self._swept_in_vain[keep] = self._view.tokens
+        return None
 
     async def compact(self, must: bool = False) -> AsyncGenerator[Event, None]:
         """Replace the older part of the view by a summary that keeps in particular what is `wanted`.
@@ -6650,10 +6669,30 @@ async def _nothing() -> None:
     """What happens before a change where nothing has to."""
 
 
+class RequestDigest:
+    """`request_digest`, request after request: what the one before held already is not read again."""
+
+    def __init__(self) -> None:
+        self._known: list[Message] = []
+        self._hash = hashlib.sha256(b"[[")
+
+    def __call__(self, messages: Sequence[Message], tools: Sequence[Tool]) -> str:
+        """The digest of a request."""
+        *settled, last = messages  # the last one may still take in what follows
+        if settled[: len(self._known)] != self._known:
+            self._known, self._hash = [], hashlib.sha256(b"[[")
+        for message in settled[len(self._known) :]:
+            self._hash.update(f"{json.dumps(message)}, ".encode())
+        self._known = settled
+        offered = [[tool.name, tool.description, tool.parameters] for tool in tools]
+        whole = self._hash.copy()
+        whole.update(f"{json.dumps(last)}], {json.dumps(offered)}]".encode())
+        return whole.hexdigest()[:32]
+
+
 def request_digest(messages: Sequence[Message], tools: Sequence[Tool]) -> str:
     """The same for two requests exactly when they offer the same tools and send the same messages."""
-    offered = [[tool.name, tool.description, tool.parameters] for tool in tools]
-    return hashlib.sha256(json.dumps([list(messages), offered]).encode()).hexdigest()[:32]
+    return RequestDigest()(messages, tools)
 
 
 @dataclass(frozen=True)
@@ -6688,6 +6727,7 @@ class Agent:
         self.messages: list[Message] = []
         self.keeper = ViewKeeper(config, provider, tools, PinnedFiles(context), self._ask)
         self._calls = 0  # how many calls the transcript holds: the next one's number
+        self._digest = RequestDigest()
         self.sources: list[str] = []  # what the model has read since the user's own last prompt; only grows until then
         self.interrupt = context.interrupt
         self.pending: list[Pending] = []
@@ -6837,7 +6877,7 @@ class Agent:
         yield RequestStart(
             purpose, self.provider.model, len(self.messages), self.checkpoint.covered, self.checkpoint.elided,
             self.keeper.used() if purpose == "step" else estimate_tokens(request), self.keeper.window.tokens,
-            request_digest(request, tools), (self.keeper.wanted or "") if purpose == "summary" else "",
+            self._digest(request, tools), (self.keeper.wanted or "") if purpose == "summary" else "",
         )  # fmt: skip
         reply = None
         try:
@@ -9530,6 +9570,13 @@ def type_ahead(terminal_input: Input, typed: bytes) -> None:
     store_typeahead(terminal_input, keys)
 
 
+def give_back_memory() -> None:
+    """Let the system have what is not in use: ten megabytes after all imports, and large buffers from now on."""
+    with contextlib.suppress(AttributeError, OSError):  # only glibc has these
+        c_library().mallopt(-3, 1 << 17)  # M_MMAP_THRESHOLD: what is larger is a mapping of its own, whose end is felt
+        c_library().malloc_trim(0)
+
+
 def warm_up(provider: Provider, can_ask: threading.Event) -> None:
     """Load what the first turn needs; run in a thread while the user reads the first screen."""
     try:
@@ -9542,6 +9589,7 @@ def warm_up(provider: Provider, can_ask: threading.Event) -> None:
     _markdown_type()
     _markdown_parser()
     highlight("pass", "python")
+    give_back_memory()
 
 
 @contextlib.contextmanager
@@ -10549,7 +10597,13 @@ def replay_log(config: Config, options: argparse.Namespace) -> int:
 
 def load(*names: str) -> None:
     """Import modules in a thread, while this one waits for other things."""
-    threading.Thread(target=lambda: [importlib.import_module(name) for name in names], daemon=True).start()
+
+    def import_all() -> None:
+        for name in names:
+            importlib.import_module(name)
+        give_back_memory()
+
+    threading.Thread(target=import_all, daemon=True).start()
 
 
 def run(options: argparse.Namespace, environ: Mapping[str, str], early: EarlyPrompt) -> int:
@@ -10564,7 +10618,6 @@ def run(options: argparse.Namespace, environ: Mapping[str, str], early: EarlyPro
         early.end()
         return prompt is None and _ask_on_terminal(question)
 
-    load(*(("prompt_toolkit.application", "prompt_toolkit.widgets") if prompt is None else ("openai",)))
     workspace = prepare_workspace(options.start_dir, ask)
     config = load_config(vars(options), environ, workspace)
     sys.path[:] = [path for path in sys.path if path.startswith(sys.prefix) or not _is_below(Path(path), workspace)]
@@ -10575,6 +10628,7 @@ def run(options: argparse.Namespace, environ: Mapping[str, str], early: EarlyPro
         return replay_log(config, options)
     if config.local is not None:
         early.end()  # its weights may have to be fetched, which is shown
+    load(*(("prompt_toolkit.application", "prompt_toolkit.widgets") if prompt is None else ("openai",)))
     if options.spec:
         copy_spec(options.spec, workspace)
     provider = choose_provider(config, ask)
