@@ -1236,6 +1236,14 @@ ONLY_DIRECTORY = os.O_DIRECTORY | getattr(os, "O_PATH", 0)
 ENV_FILES = (".env", ".env.local", ".env.development", ".env.production", ".env.test")
 
 
+@functools.cache
+def c_library() -> Any:
+    """The C library, for what Python has no function for."""
+    import ctypes
+
+    return ctypes.CDLL(None, use_errno=True)
+
+
 def _open_stepwise(base: int, path: str, flags: int) -> int:
     """Open a path below the directory `base` one component after the other, following no link."""
     *parents, leaf = Path(path).parts or (".",)
@@ -1257,8 +1265,8 @@ def open_beneath(base: int, path: str, flags: int) -> int:
         import struct
 
         how = struct.pack("QQQ", flags | os.O_CLOEXEC, 0, LINK_FREE)
-        libc, number = ctypes.CDLL(None, use_errno=True), 437  # openat2 has one number on all machines we know
-        file = libc.syscall(number, base, os.fsencode(path or "."), how, ctypes.c_size_t(len(how)))
+        number = 437  # openat2 has one number on all machines we know
+        file = c_library().syscall(number, base, os.fsencode(path or "."), how, ctypes.c_size_t(len(how)))
         if file >= 0:
             return int(file)
         if ctypes.get_errno() not in (errno.ENOSYS, errno.EPERM):  # too old a kernel, or forbidden in a container
@@ -1485,6 +1493,8 @@ class Workspace:
         """Name and value of what looks like a secret in the .env files at the workspace's top."""
         found = {}
         for file_name in ENV_FILES:
+            if not os.path.lexists(self.root / file_name):
+                continue
             with contextlib.suppress(ToolError):
                 for line in self.read(self.locate(file_name), 100_000).decode("utf-8", "replace").splitlines():
                     name, _, value = line.strip().removeprefix("export ").partition("=")
@@ -1637,8 +1647,11 @@ class SnapshotStore:
                 if self._new_objects <= SYNC_EACH:
                     os.fdatasync(file)
             name = name or digest.hexdigest()
-            os.makedirs(os.path.dirname(self._path(name)), mode=0o700, exist_ok=True)
-            os.replace(temporary, self._path(name))
+            try:
+                os.replace(temporary, self._path(name))
+            except FileNotFoundError:  # the first object of its folder
+                os.mkdir(os.path.dirname(self._path(name)), 0o700)
+                os.replace(temporary, self._path(name))
         except (OSError, SnapshotError, Interrupted):
             with contextlib.suppress(OSError):
                 os.unlink(temporary)
@@ -2246,7 +2259,7 @@ def probe_sandbox(workspace: Workspace, state_dir: Path, search_path: str) -> tu
 # there is no /proc, whatever left its process group.
 
 HEAD_BYTES, TAIL_BYTES = 8_000, 24_000  # of a command's output: what the model is shown
-PIPE_BYTES = 1 << 18  # between a command and us: four times the usual, so that a flood takes a quarter of the turns
+PIPE_BYTES = 1 << 18  # held by the system between a command and us: more than usual, so that a flood waits less
 SPOOL_BYTES, OUTPUT_LIMIT = 64 << 20, 1 << 30  # what is kept on disk; where the command is stopped
 MAX_TIMEOUT_S = 600
 DRAIN_S = 0.5  # how long to read on after the shell has exited: what it started may hold the pipe open for ever
@@ -2353,9 +2366,7 @@ def adopt_orphans() -> bool:
     """Become the parent of what our commands' processes leave behind, so that it is found (Linux)."""
     if sys.platform != "linux":
         return False
-    import ctypes
-
-    return bool(ctypes.CDLL(None).prctl(36, 1, 0, 0, 0) == 0)  # PR_SET_CHILD_SUBREAPER
+    return bool(c_library().prctl(36, 1, 0, 0, 0) == 0)  # PR_SET_CHILD_SUBREAPER
 
 
 def our_children() -> set[int] | None:
@@ -2430,7 +2441,7 @@ class Job:
 
     def _read(self) -> None:
         try:
-            data = os.read(self._pipe, PIPE_BYTES)
+            data = os.read(self._pipe, 1 << 16)
         except BlockingIOError:
             return
         if not data:
@@ -4910,8 +4921,9 @@ def code_block(text: str, path: str) -> str:
 class Course:
     """Where the work stands, as the transcript tells: taken in message by message, it says what may come next."""
 
-    def __init__(self) -> None:
+    def __init__(self, guide: str = "") -> None:
         self.sent: list[Message] = []
+        self._guide = guide  # what the system prompt is to hold
         self.texts: dict[str, str] = {}  # what is known of files: their whole text
         self.present: set[str] = set()  # files known to be there
         self.absent: set[str] = set()  # files that could not be read
@@ -4927,7 +4939,7 @@ class Course:
         self.looks = self.mends = 0  # calls that only looked in a row; mends that failed
         self.last = ""  # the last tool
         self.wrote: list[str] = []
-        self.errors: list[str] = []  # what the last failure said, and how often it said that again
+        self.errors: list[str] | None = None  # what the last failure said, and how often it said that again
         self.same_failures = 0
         self.is_refused = False  # the last write was
         self.is_listed = self.has_run = self.is_unchecked = self.is_failing = self.is_unchanged = False
@@ -4956,7 +4968,7 @@ class Course:
         role, text = message["role"], message_text(message)
         calls = message_calls(message)
         if role == "system":
-            self.sent.append(system_message(text if GUIDE in text else f"{text}\n\n{GUIDE}"))
+            self.sent.append(system_message(text if self._guide in text else f"{text}\n\n{self._guide}"))
         elif role == "user":
             if not text.startswith(FEEDBACK):
                 self._begin(text)
@@ -5226,7 +5238,7 @@ class JsonWire:
         self, source: str, model: str, messages: Sequence[Message], tools: Sequence[Tool], adaptation: Adaptation
     ) -> dict[str, Any]:
         """The request for the next reply, or, after a write_to_file without content, for that content."""
-        course = Course()
+        course = Course(GUIDE if tools else "")
         answers = {message["tool_call_id"]: message for message in messages if message["role"] == "tool"}
         for message in messages:
             course.take(message, answers)
@@ -6650,6 +6662,7 @@ class ViewKeeper:
         self.messages = messages
         self.checkpoint = checkpoint
         self._view = View(system_prompt, messages, checkpoint)
+        self._swept_in_vain: dict[int, int] = {}  # tokens that were to be kept -> tokens of the view at that time
         self._pins_due = True
         self._forget_reports()
         self._given_up, self._overflows, self._after_compaction = False, 0, 0
@@ -6694,6 +6707,7 @@ class ViewKeeper:
         """Change the view as the event says; returns the event with the tokens that this leads to."""
         self.checkpoint = self.checkpoint.after(event)
         self._view = View(self.system_prompt, self.messages, self.checkpoint, self._view)
+        self._swept_in_vain.clear()
         self._extends = False
         return dataclasses.replace(event, tokens_after=self.used()) if isinstance(event, Elided | Compacted) else event
 
@@ -6773,6 +6787,7 @@ class ViewKeeper:
             raise self._full(f"the context is full even after compaction: {overflow}")
         used, limit = self.used(), overflow.limit or 0
         self._extends = False
+        self._swept_in_vain.clear()
         if limit >= MIN_WINDOW:
             if limit < self.window.tokens:
                 self.window = ContextWindow(limit, "named by the server in a refusal")
@@ -6823,14 +6838,23 @@ class ViewKeeper:
             yield Notice("your message is too long for the context window: its middle is not sent. Put it in a file.")
 
     def _elide(self, keep: int) -> Event | None:
-        """Sweep old results; None when that would gain less than a twentieth of the window."""
+        """Sweep old results; None when that would gain less than a twentieth of the window.
+
+        What would be gained is counted anew only when the view has grown by as much.
+        """
+        least = self.window.tokens // 20
+        before = self._swept_in_vain.get(keep)
+        if before is not None and (self._view.tokens - before) * self.ratio < least:
+            return None
         seen = seen_by_model(self.messages)
         swept = before_recent(seen, self.checkpoint.covered, self._view.sizes, keep)
         room = min(self.checkpoint.room or sys.maxsize, self.window.tokens)
         event = Elided(max(swept, self.checkpoint.elided), room, self.used(), 0)
         after = View(self.system_prompt, self.messages, self.checkpoint.after(event), self._view).tokens
-        gain = (self._view.tokens - after) * self.ratio
-        return self._change(event) if gain >= self.window.tokens // 20 else None
+        if (self._view.tokens - after) * self.ratio >= least:
+            return self._change(event)
+        self._swept_in_vain[keep] = self._view.tokens
+        return None
 
     async def compact(self, must: bool = False) -> AsyncGenerator[Event, None]:
         """Replace the older part of the view by a summary that keeps in particular what is `wanted`.
@@ -7081,10 +7105,30 @@ async def _nothing() -> None:
     """What happens before a change where nothing has to."""
 
 
+class RequestDigest:
+    """`request_digest`, request after request: what the one before held already is not read again."""
+
+    def __init__(self) -> None:
+        self._known: list[Message] = []
+        self._hash = hashlib.sha256(b"[[")
+
+    def __call__(self, messages: Sequence[Message], tools: Sequence[Tool]) -> str:
+        """The digest of a request."""
+        *settled, last = messages  # the last one may still take in what follows
+        if settled[: len(self._known)] != self._known:
+            self._known, self._hash = [], hashlib.sha256(b"[[")
+        for message in settled[len(self._known) :]:
+            self._hash.update(f"{json.dumps(message)}, ".encode())
+        self._known = settled
+        offered = [[tool.name, tool.description, tool.parameters] for tool in tools]
+        whole = self._hash.copy()
+        whole.update(f"{json.dumps(last)}], {json.dumps(offered)}]".encode())
+        return whole.hexdigest()[:32]
+
+
 def request_digest(messages: Sequence[Message], tools: Sequence[Tool]) -> str:
     """The same for two requests exactly when they offer the same tools and send the same messages."""
-    offered = [[tool.name, tool.description, tool.parameters] for tool in tools]
-    return hashlib.sha256(json.dumps([list(messages), offered]).encode()).hexdigest()[:32]
+    return RequestDigest()(messages, tools)
 
 
 @dataclass(frozen=True)
@@ -7119,6 +7163,7 @@ class Agent:
         self.messages: list[Message] = []
         self.keeper = ViewKeeper(config, provider, tools, PinnedFiles(context), self._ask)
         self._calls = 0  # how many calls the transcript holds: the next one's number
+        self._digest = RequestDigest()
         self.sources: list[str] = []  # what the model has read since the user's own last prompt; only grows until then
         self.interrupt = context.interrupt
         self.pending: list[Pending] = []
@@ -7268,7 +7313,7 @@ class Agent:
         yield RequestStart(
             purpose, self.provider.model, len(self.messages), self.checkpoint.covered, self.checkpoint.elided,
             self.keeper.used() if purpose == "step" else estimate_tokens(request), self.keeper.window.tokens,
-            request_digest(request, tools), (self.keeper.wanted or "") if purpose == "summary" else "",
+            self._digest(request, tools), (self.keeper.wanted or "") if purpose == "summary" else "",
         )  # fmt: skip
         reply = None
         try:
@@ -8189,9 +8234,10 @@ def crop(text: str, columns: int) -> str:
     """One line, cut to so many cells."""
     from prompt_toolkit.utils import get_cwidth
 
-    text = " ".join(text.split())
+    text = text.expandtabs(8).replace("\n", " ")
     if get_cwidth(text) <= columns:
         return text
+    text = text[:columns]
     while text and get_cwidth(text) > columns - 1:
         text = text[:-1]
     return text + "…"
@@ -8522,7 +8568,8 @@ class MarkdownStream:
             return []
         if self._code:
             code = self._code
-            shown = [*code.lines[code.shown :][-rows:], *filter(None, [clean(self._rest)])]
+            unread = self._text[-self._painter.width * rows :].split("\n")[:-1]
+            shown = [*code.lines[code.shown :][-rows:], *unread, *filter(None, [clean(self._rest)])]
             return self._painter.code("\n".join(shown[-rows:]), code.language)[-rows:] if shown else []
         text = self._text + clean(self._rest)
         if len(text) > max(UNPARSED_TAIL, self._painter.width * rows * 2):
@@ -8606,6 +8653,7 @@ class TerminalRenderer:
         self._thinking_since = 0.0
         self._call: ToolCall | None = None
         self._output = ""
+        self._asked = ""  # the diff that the last question has shown
         self._last_kind = "note"  # what was printed last: different things are parted by a blank line
         self._preview: tuple[tuple[int, int, int], list[Line]] = ((-1, 0, 0), [])
 
@@ -8714,7 +8762,7 @@ class TerminalRenderer:
         concern = f" ({question.concern})" if question.concern else ""
         where = f" {question.subject}" if question.risk != "exec" else ""
         self._print("question", self.painter.styled(escape(f"{question.tool}{concern}:{where}", ""), "question"))
-        detail = escape(question.detail)
+        detail, self._asked = escape(question.detail), question.detail
         if question.risk == "write":
             self._print("question", self.painter.ansi(diff_lines(detail, question.subject, self.painter)))
         else:
@@ -8783,7 +8831,9 @@ class TerminalRenderer:
             how = f" · +{sum(line[:1] == '+' for line in changes)} -{sum(line[:1] == '-' for line in changes)}"
         mark, style = ("✗", "error") if result.is_error else ("•", "tool")
         self._print("tool", self.painter.styled(f"{verb} {subject}{how}", style, first=f"{mark} ", rest="    "))
-        if result.display:
+        if result.display and result.display == self._asked:
+            self._asked = ""  # it stands just above
+        elif result.display:
             self._print_diff(f"{verb} {subject}", subject, result.display)
         elif call.name != "write_to_file" or result.is_error:
             self._print_output(f"{verb} {subject}", lines, FOLDED_ERROR if result.is_error else FOLDED_OUTPUT)
@@ -10041,6 +10091,13 @@ def type_ahead(terminal_input: Input, typed: bytes) -> None:
     store_typeahead(terminal_input, keys)
 
 
+def give_back_memory() -> None:
+    """Let the system have what is not in use: ten megabytes after all imports, and large buffers from now on."""
+    with contextlib.suppress(AttributeError, OSError):  # only glibc has these
+        c_library().mallopt(-3, 1 << 17)  # M_MMAP_THRESHOLD: what is larger is a mapping of its own, whose end is felt
+        c_library().malloc_trim(0)
+
+
 def warm_up(provider: Provider, can_ask: threading.Event) -> None:
     """Load what the first turn needs; run in a thread while the user reads the first screen."""
     try:
@@ -10053,6 +10110,7 @@ def warm_up(provider: Provider, can_ask: threading.Event) -> None:
     _markdown_type()
     _markdown_parser()
     highlight("pass", "python")
+    give_back_memory()
 
 
 @contextlib.contextmanager
@@ -10626,13 +10684,18 @@ class Recording:
     results: dict[str, str] = field(default_factory=dict)
     pins: list[Pin] = field(default_factory=list)
     """What was read from disk into the view, in order."""
+    steers: dict[int, list[str]] = field(default_factory=dict)
+    """What the user said while a turn ran, by its place in the transcript."""
+    place: int = 0
+    """How long the transcript is so far."""
     _running: Recorded | None = None
 
     def take(self, record: Record) -> None:
         """Take the next record after the session was opened."""
         match record:
             case {"type": "request", "digest": str(digest)}:
-                running = self._running or self._begin(Recorded("compact"))
+                action = "compact" if record.get("purpose") == "summary" else "turn"
+                running = self._running or self._begin(Recorded(action))
                 model, window, keep = record.get("model", ""), record.get("window"), record.get("keep", "")
                 running.replies.append(RecordedReply(digest, model, window, keep))
             case {"type": "pinned", "at": int(at), "text": str(text)}:
@@ -10665,6 +10728,7 @@ class Recording:
         return action
 
     def _take_message(self, message: Message) -> None:
+        self.place += 1
         match message["role"]:
             case "tool":
                 self.results[message["tool_call_id"]] = message_text(message)
@@ -10675,6 +10739,8 @@ class Recording:
                 self.actions.append(Recorded("note", message_text(message).removeprefix(FEEDBACK)))
             case "user" if not self._in_turn:
                 self._begin(Recorded("turn", message_text(message)))
+            case "user" if not message_text(message).startswith(FEEDBACK):
+                self.steers.setdefault(self.place - 1, []).append(message_text(message))
 
 
 def read_recording(path: Path) -> Recording:
@@ -10684,6 +10750,7 @@ def read_recording(path: Path) -> Recording:
     trees = [r["tree"] for r in records if r.get("type") == "snapshot" and r.get("why") == "turn" and "tree" in r]
     tools = records[start].get("tools", []) if start < len(records) else []
     recording = Recording(fold(records[:start]), fold(records), tools, trees[0] if trees else "")
+    recording.place = len(recording.start.messages)
     for record in records[start:]:
         recording.take(record)
     return recording
@@ -10739,14 +10806,25 @@ class ReplayedAgent(Agent):
     """An agent whose calls are compared with the recorded results; with `dry` they are not run at all."""
 
     results: Mapping[str, str] = MappingProxyType({})
+    steers: Mapping[int, list[str]] = MappingProxyType({})
     dry = True
     compared = 0
+
+    def _take_steers(self) -> list[Message]:
+        super()._take_steers()
+        texts: list[str] = []
+        while (place := len(self.messages) + len(texts)) in self.steers:
+            texts += self.steers[place]
+            self._last_call = None
+        return [user_message(text) for text in texts]
 
     async def _execute(self, call: ToolCall, emit: Callable[[str], None]) -> ToolResult:
         recorded = self.results.get(call.id, NOT_EXECUTED)
         following = self.results.get(f"call{int(call.id.removeprefix('call')) + 1:05d}")
         if recorded == NOT_EXECUTED:
             self.interrupt.set()
+        if following == STOPPED:
+            self.steer("stop")
         if self.dry or recorded == NOT_EXECUTED or "interrupted by the user" in recorded:
             return ToolResult(recorded, is_error=following == SKIPPED)
         result = await super()._execute(call, emit)
@@ -10781,6 +10859,7 @@ async def replay(runtime: Runtime, recording: Recording) -> str:
     assert isinstance(agent, ReplayedAgent) and isinstance(provider, RecordedProvider)
     agent.keeper.files = files = RecordedFiles(agent.context)
     files.pins = recording.pins
+    agent.steers = recording.steers
     for recorded in recording.actions:
         provider.replies = list(recorded.replies)
         if recorded.replies:
@@ -11422,7 +11501,13 @@ def replay_log(config: Config, options: argparse.Namespace) -> int:
 
 def load(*names: str) -> None:
     """Import modules in a thread, while this one waits for other things."""
-    threading.Thread(target=lambda: [importlib.import_module(name) for name in names], daemon=True).start()
+
+    def import_all() -> None:
+        for name in names:
+            importlib.import_module(name)
+        give_back_memory()
+
+    threading.Thread(target=import_all, daemon=True).start()
 
 
 def run(options: argparse.Namespace, environ: Mapping[str, str], early: EarlyPrompt) -> int:
@@ -11438,8 +11523,6 @@ def run(options: argparse.Namespace, environ: Mapping[str, str], early: EarlyPro
         early.end()
         return prompt is None and _ask_on_terminal(question)
 
-    if is_turn:
-        load(*(("prompt_toolkit.application", "prompt_toolkit.widgets") if prompt is None else ("openai",)))
     workspace = prepare_workspace(options.start_dir, ask)
     config = load_config(vars(options), environ, workspace)
     sys.path[:] = [path for path in sys.path if path.startswith(sys.prefix) or not _is_below(Path(path), workspace)]
@@ -11457,6 +11540,7 @@ def run(options: argparse.Namespace, environ: Mapping[str, str], early: EarlyPro
         return replay_log(config, options)
     if config.local is not None:
         early.end()  # its weights may have to be fetched, which is shown
+    load(*(("prompt_toolkit.application", "prompt_toolkit.widgets") if prompt is None else ("openai",)))
     if options.spec:
         copy_spec(options.spec, workspace)
     provider = choose_provider(config, ask)
