@@ -10902,14 +10902,14 @@ class Finding(NamedTuple):
     advice: str = ""
 
     def lines(self) -> list[str]:
-        """The finding in lines of at most 79 columns."""
+        """The finding in lines of at most 79 columns, where no word is longer: what can be copied stays whole."""
         import textwrap
 
         indent = " " * 18
-        shown = textwrap.wrap(f"{self.state:4}  {self.about:10}  {clean(self.said)}", 79, subsequent_indent=indent)
-        return shown + textwrap.wrap(
-            clean(self.advice), 79, initial_indent=f"{indent}-> ", subsequent_indent=f"{indent}   "
-        )
+        lines = textwrap.TextWrapper(79, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+        shown = lines.wrap(f"{self.state:4}  {self.about:10}  {clean(self.said)}")
+        lines.initial_indent, lines.subsequent_indent = f"{indent}-> ", f"{indent}   "
+        return shown + lines.wrap(clean(self.advice))
 
 
 def required_packages() -> dict[str, str]:
@@ -10924,6 +10924,14 @@ def how_to_install(requirements: Iterable[str]) -> str:
     """What to do about packages that are missing."""
     command = f"{shlex.quote(sys.executable)} -m pip install {' '.join(map(shlex.quote, requirements))}"
     return f"Install: {command}"
+
+
+def require_packages() -> None:
+    """Raises AgentError when a package is missing. Only looks whether it is there: that takes no time."""
+    requirements = required_packages()
+    if missing := [name for name in requirements if importlib.util.find_spec(name) is None]:
+        names = f"package{'s' if len(missing) > 1 else ''} {', '.join(missing)}"
+        raise AgentError(f"not installed: the {names}. {how_to_install(requirements.values())}")
 
 
 def check_python() -> Finding:
@@ -11093,7 +11101,8 @@ async def check_dialogue(provider: Provider) -> list[Finding]:
     """Have a tool called and its result read: the two requests of the smallest possible turn."""
     interrupt = asyncio.Event()
     messages = [system_message(SYSTEM_PROMPT), user_message(REQUEST_FOR_DOCTOR)]
-    estimate = estimate_tokens(messages) + estimate_tokens([tool.parameters for tool in TOOLS])
+    offered = [[tool.name, tool.description, tool.parameters] for tool in TOOLS]
+    estimate = estimate_tokens([*messages, *offered])
     findings, pieces, printed = [], 0, ""
     replies: list[Reply] = []
     started = time.monotonic()
@@ -11132,7 +11141,7 @@ async def check_dialogue(provider: Provider) -> list[Finding]:
     else:
         advice = "Expect mistakes; a stronger model helps."
         findings.append(Finding("warn", "tool calls", f"called{as_text}, but its result was not named", advice))
-    whole = "the answer came in one piece: long ones show nothing until they are complete"
+    whole = "this short answer came in one piece"
     findings.append(Finding("ok", "streaming", f"{pieces} pieces" if pieces > 1 else whole))
     usage = asked.usage
     if usage and usage.input:
@@ -11497,6 +11506,8 @@ def run(options: argparse.Namespace, environ: Mapping[str, str], early: EarlyPro
         early.end()
         return prompt is None and _ask_on_terminal(question)
 
+    if is_turn:
+        require_packages()
     workspace = prepare_workspace(options.start_dir, ask)
     config = load_config(vars(options), environ, workspace)
     sys.path[:] = [path for path in sys.path if path.startswith(sys.prefix) or not _is_below(Path(path), workspace)]
@@ -11552,10 +11563,6 @@ def main(
         status, text = EXIT_USAGE, str(exc)
     except AgentError as exc:
         status, text = (EXIT_TRY_LATER if getattr(exc, "retryable", False) else 1), str(exc)
-    except ModuleNotFoundError as exc:
-        if exc.name not in required_packages():
-            raise
-        status, text = 1, f"the package {exc.name} is missing. {how_to_install(required_packages().values())}"
     except KeyboardInterrupt:
         status, text = 130, "interrupted"
     finally:
