@@ -437,6 +437,7 @@ def test_three_thousand_lines_come_once_each_while_one_types(server: Serve, repl
             terminal.send("\x15")
             terminal.wait_gone("› abc")
             typed = 0
+    terminal.wait_gone("esc interrupts")
     shown = re.findall(r"line (\d{5})", terminal.all_text())
     assert shown == [f"{n:05d}" for n in range(3000)]
 

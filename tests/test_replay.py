@@ -233,8 +233,8 @@ def test_replay_as_json_lines(server: Serve, converse: Converse, replayed: Run) 
     conversation = converse(server(but(text("hello"), usage=(11, 3))))
     conversation.send("hi")
     events = [json.loads(line) for line in replayed(log_of(conversation), "--dry", "--json").stdout.splitlines()]
-    assert [event["type"] for event in events] == ["message", "text_delta", "message", "turn_end", "notice"]
-    assert events[3]["usage"]["input"] == 11
+    assert [event["type"] for event in events] == ["message", "text_delta", "message", "evidence", "turn_end", "notice"]
+    assert events[4]["usage"]["input"] == 11
 
 
 def test_every_request_is_recorded_with_its_boundaries(server: Serve, converse: Converse) -> None:

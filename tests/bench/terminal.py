@@ -22,7 +22,7 @@ import sys
 import tempfile
 import termios
 import time
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator
 from fcntl import ioctl
 from pathlib import Path
 from typing import Any
@@ -78,26 +78,17 @@ async def paced(tokens: int, rate: float) -> AsyncGenerator[str, None]:
             await asyncio.sleep(0)
 
 
-class Model:
-    """A provider in this process."""
+def answer_with(provider: Any, tokens: int, rate: float) -> None:
+    """Let a provider answer every request by itself, with one long answer."""
 
-    model = "bench"
-
-    def __init__(self, tokens: int, rate: float) -> None:
-        self.tokens, self.rate = tokens, rate
-
-    async def stream(
-        self, messages: Sequence[agent.Message], tools: Sequence[agent.Tool], interrupt: asyncio.Event
-    ) -> AsyncGenerator[Any, None]:
-        """One long answer."""
+    async def stream(*request: Any, **options: Any) -> AsyncGenerator[Any, None]:
         text = []
-        async for piece in paced(self.tokens, self.rate):
+        async for piece in paced(tokens, rate):
             text.append(piece)
             yield agent.TextDelta(piece)
         yield agent.Reply(agent.assistant_message("".join(text)))
 
-    async def close(self) -> None:
-        """Nothing is open."""
+    provider.stream = stream
 
 
 def child(kind: str, tokens: int, rate: float, result: Path) -> None:
@@ -119,8 +110,11 @@ def child(kind: str, tokens: int, rate: float, result: Path) -> None:
 
     async def converse() -> None:
         workspace = Path(os.environ["BENCH_WORKSPACE"])
-        config = agent.load_config({"sandbox": "off", "context_window": 10_000_000}, os.environ, workspace)
-        runtime, notes = agent.build_runtime(config, Model(tokens, rate), True, None)  # type: ignore[arg-type]
+        options = {"sandbox": "off", "base_url": "http://127.0.0.1:9/v1", "model": "bench"}
+        config = agent.load_config(options, os.environ, workspace)
+        provider = agent.choose_provider(config, lambda question: False)
+        answer_with(provider, tokens, rate)
+        runtime, notes = agent.build_runtime(config, provider, True, None)
         repl = agent.Repl(runtime)
 
         def watch(event: agent.Event) -> None:
