@@ -38,7 +38,7 @@ def test_s1_20_a_plain_answer_ends_the_turn(server: Serve, converse: Converse) -
     conversation = converse(server(text("Hello there.")))
     end = conversation.send("hi")
     assert (end.reason, end.error, end.steps) == ("done", None, 1)
-    assert kinds(conversation) == ["MessageAdded", "MessageAdded", "TurnEnd"]
+    assert kinds(conversation) == ["MessageAdded", "MessageAdded", "Evidence", "TurnEnd"]
     assert conversation.messages == [
         {"role": "user", "content": "hi"},
         {"role": "assistant", "content": "Hello there."},
@@ -57,7 +57,7 @@ def test_s1_21_text_with_calls_is_shown_and_the_calls_run_in_order(
     assert (workspace / "d/a.txt").read_text() == "x\n"
     assert results(conversation) == ["File written: d/a.txt, 1 lines.", "x\n"]
     steps = ["MessageAdded", "ToolStart", "MessageAdded", "ToolEnd", "ToolStart", "MessageAdded", "ToolEnd"]
-    assert kinds(conversation) == ["MessageAdded", *steps, "MessageAdded", "TurnEnd"]
+    assert kinds(conversation) == ["MessageAdded", *steps, "MessageAdded", "Evidence", "TurnEnd"]
     assert [m["role"] for m in fake.last.messages] == ["system", "user", "assistant", "tool", "tool"]
 
 

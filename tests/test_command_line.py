@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import stat
 from collections.abc import Callable
@@ -153,13 +154,22 @@ def test_the_key_is_never_shown(tmp_path: Path) -> None:
     assert "sk-secret" not in repr(config)
 
 
-def test_help_names_every_option_and_variable(run_agent: Run) -> None:
+def test_help_names_every_option_and_variable_on_one_screen(run_agent: Run) -> None:
     finished = run_agent("--help")
     assert finished.status == 0
-    for name in agent.USER_SETTINGS:
-        assert "AGENT_" + name.upper() in finished.stdout.replace("\n", "").replace(" ", " ")
-    assert "--start_dir" in finished.stdout
-    assert "--start-dir" in finished.stdout
+    words = set(re.findall(r"[\w-]+", finished.stdout))
+    assert all(name.upper() in words or f"--{name}" in words for name in agent.USER_SETTINGS)
+    options = {option for action in agent.build_parser()._actions for option in action.option_strings}
+    assert {option for option in options if "-" not in option.strip("-")} <= words
+    lines = finished.stdout.splitlines()
+    assert len(lines) <= 24
+    assert max(map(len, lines)) <= 80
+
+
+def test_an_unknown_option_is_told_with_the_nearest_one(run_agent: Run, workspace: Path) -> None:
+    finished = run_agent("--start_dir", workspace, "--sandbocks", "off", "-p", "x")
+    assert finished.status == 2
+    assert finished.stderr == "agent: unrecognized arguments: --sandbocks off. Did you mean --sandbox?\n"
 
 
 def test_the_version(run_agent: Run) -> None:

@@ -198,8 +198,11 @@ sys.exit(agent.main(sys.argv[1:]))
 """
 
 
-@pytest.mark.parametrize(("function", "before"), [("fdatasync", "pass"), ("write", "real(file, rest[0][:9])")])
-@pytest.mark.parametrize("number", [3, 5, 6, 8])
+@pytest.mark.parametrize(
+    ("function", "before", "number"),
+    [("fdatasync", "pass", number) for number in (1, 2, 3, 5)]
+    + [("write", "real(file, rest[0][:9])", number) for number in (3, 5, 6, 8)],
+)
 def test_killed_inside_an_append(
     server: Serve, converse: Converse, workspace: Path, function: str, before: str, number: int
 ) -> None:

@@ -53,7 +53,7 @@ def test_json_lines_tell_the_whole_turn(server: Serve, headless: Run, workspace:
     kinds = [event["type"] for event in events if event["type"] != "text_delta"]
     assert kinds == [
         "session", "message", "retry", "thinking_delta", "message", "tool_start", "message", "tool_end",
-        "message", "turn_end",
+        "message", "evidence", "turn_end",
     ]  # fmt: skip
     start = next(event for event in events if event["type"] == "tool_start")
     assert (start["name"], json.loads(start["arguments"])) == ("write_to_file", {"path": "a.txt", "content": "x"})

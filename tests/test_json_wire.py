@@ -26,7 +26,7 @@ def fence(content: str) -> Any:
 
 def course(*messages: Message) -> agent.Course:
     """The course of the work after these messages."""
-    taken = agent.Course()
+    taken = agent.Course(agent.GUIDE)
     answers = {message["tool_call_id"]: message for message in messages if message["role"] == "tool"}
     for message in messages:
         taken.take(message, answers)
@@ -344,5 +344,6 @@ def test_a_summary_is_asked_for_in_plain_words(server: Server, converse: Convers
     conversation.send("hello again")
     conversation.command("/compact")
     assert bound(fake) == [True, True, False]
+    assert agent.GUIDE not in str(fake.last.body["messages"])
     assert conversation.send("and once more").reason == "done"
     assert "They talked." in str(fake.last.body["messages"])

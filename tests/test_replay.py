@@ -189,6 +189,36 @@ def test_a_fork_replays(server: Serve, converse: Converse, replayed: Run) -> Non
     assert "1 requests" in finished.stderr
 
 
+@pytest.mark.parametrize("said", ["also this", "stop, not that"])
+def test_a_steered_turn_replays(server: Serve, converse: Converse, replayed: Run, said: str) -> None:
+    two = calls(call("run_shell_command", command="echo 1"), call("run_shell_command", command="echo 2"))
+    conversation = converse(server(two, text("one"), two, text("two")))
+    steered = [False]
+
+    def steer(event: agent.Event) -> None:
+        if isinstance(event, agent.ToolStart) and not steered[0]:
+            steered[0] = True
+            conversation.runtime.agent.steer(said)
+            conversation.runtime.agent.steer("and more")
+
+    conversation.send("go", steer)
+    assert [m["content"] for m in conversation.messages if m["role"] == "user"] == ["go", said, "and more"]
+    conversation.send("once more")
+    for options in ([], ["--dry"]):
+        finished = replayed(log_of(conversation), *options)
+        assert finished.status == 0, finished.stderr
+
+
+def test_a_turn_that_goes_on_without_a_prompt_replays(server: Serve, converse: Converse, replayed: Run) -> None:
+    conversation = converse(server(error(401, "bad key"), text("one"), text("two")))
+    assert conversation.send("go").reason == "error"
+    conversation.send("")
+    conversation.send("next")
+    finished = replayed(log_of(conversation), "--dry")
+    assert finished.status == 0, finished.stderr
+    assert "3 requests" in finished.stderr
+
+
 @pytest.mark.parametrize("content", ["", "nonsense\n", '{"type": "session"}\n', '{"type":"opened","tools":[{}]}\n'])
 def test_what_is_no_log_is_one_clear_line(run_agent: Run, tmp_path: Path, content: str) -> None:
     (tmp_path / "log").write_text(content)
@@ -203,8 +233,8 @@ def test_replay_as_json_lines(server: Serve, converse: Converse, replayed: Run) 
     conversation = converse(server(but(text("hello"), usage=(11, 3))))
     conversation.send("hi")
     events = [json.loads(line) for line in replayed(log_of(conversation), "--dry", "--json").stdout.splitlines()]
-    assert [event["type"] for event in events] == ["message", "text_delta", "message", "turn_end", "notice"]
-    assert events[3]["usage"]["input"] == 11
+    assert [event["type"] for event in events] == ["message", "text_delta", "message", "evidence", "turn_end", "notice"]
+    assert events[4]["usage"]["input"] == 11
 
 
 def test_every_request_is_recorded_with_its_boundaries(server: Serve, converse: Converse) -> None:

@@ -447,7 +447,8 @@ def step_row(bench: Bench) -> list[Sample]:
     steps = bench.sizes.steps
     with Server(steps, keep=True) as server, Server(steps) as floor_server:
         home = Home(bench, server.base_url)
-        ran = run([*home.agent, *FREE, "--max_steps", str(steps + 10), "-p", "go"], home)
+        limits = ["--max_steps", str(steps + 10), "--context_window", "10000000"]
+        ran = run([*home.agent, *FREE, *limits, "-p", "go"], home)
         floor = run(home.floor_argv("loop", floor_server.base_url), home)
         report = server.get("/report")
         gaps, floor_gaps = gaps_ms(report["seen"]), gaps_ms(floor_server.seen())

@@ -63,35 +63,40 @@ def event(delta: dict[str, Any], finish: str | None = None) -> bytes:
     return b"data: " + json.dumps(chunk).encode() + b"\n\n"
 
 
-def response(events: list[bytes], content_type: str = "text/event-stream", status: str = "200 OK") -> bytes:
-    """A whole response; each event is one chunk of HTTP, as servers that flush after each token send it."""
-    head = f"HTTP/1.1 {status}\r\nContent-Type: {content_type}\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
-    return head + b"".join(b"%x\r\n%s\r\n" % (len(data), data) for data in events) + b"0\r\n\r\n"
+def head(content_type: str = "text/event-stream", status: str = "200 OK") -> bytes:
+    """The head of a response."""
+    return f"HTTP/1.1 {status}\r\nContent-Type: {content_type}\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
+
+
+def chunks(events: list[bytes]) -> bytes:
+    """Events as chunks of HTTP, each its own, as servers that flush after each token send them."""
+    return b"".join(b"%x\r\n%s\r\n" % (len(data), data) for data in events)
 
 
 def json_response(value: Any, status: str = "200 OK") -> bytes:
     """A whole response that is one JSON value."""
-    return response([json.dumps(value).encode()], "application/json", status)
+    return head("application/json", status) + chunks([json.dumps(value).encode()]) + b"0\r\n\r\n"
 
 
-def stream_end(finish: str) -> list[bytes]:
-    """The events that close an answer."""
-    usage = {"prompt_tokens": 10, "completion_tokens": 10, "total_tokens": 20}
+def stream_end(finish: str, tokens: int) -> bytes:
+    """What closes an answer to a request of so many tokens."""
+    usage = {"prompt_tokens": tokens, "completion_tokens": 10, "total_tokens": tokens + 10}
     chunk = {"id": "c1", "object": "chat.completion.chunk", "created": 1, "model": "m", "choices": [], "usage": usage}
-    return [event({}, finish), b"data: " + json.dumps(chunk).encode() + b"\n\n", b"data: [DONE]\n\n"]
+    last = [event({}, finish), b"data: " + json.dumps(chunk).encode() + b"\n\n", b"data: [DONE]\n\n"]
+    return chunks(last) + b"0\r\n\r\n"
 
 
 def text_response(text: str) -> bytes:
-    """An answer in words, a few characters each event."""
+    """An answer in words without its end, a few characters each event."""
     pieces = [text[i : i + TOKEN_CHARACTERS] for i in range(0, len(text), TOKEN_CHARACTERS)]
-    return response([event({"role": "assistant", "content": p}) for p in pieces] + stream_end("stop"))
+    return head() + chunks([event({"role": "assistant", "content": piece}) for piece in pieces])
 
 
 def call_response(number: int, command: str) -> bytes:
-    """An answer that asks for one shell command."""
+    """An answer that asks for one shell command, without its end."""
     function = {"name": "run_shell_command", "arguments": json.dumps({"command": command})}
     call = {"index": 0, "id": f"call_{number}", "type": "function", "function": function}
-    return response([event({"role": "assistant", "tool_calls": [call]}), *stream_end("tool_calls")])
+    return head() + chunks([event({"role": "assistant", "tool_calls": [call]})])
 
 
 def memory_kb(pid: int) -> tuple[int, int]:
@@ -154,8 +159,8 @@ class ScriptedServer:
                     if not data:
                         return
                     rest += data
-                head, _, body = rest.partition(b"\r\n\r\n")
-                found = re.search(rb"(?i)content-length: *(\d+)", head)
+                start, _, body = rest.partition(b"\r\n\r\n")
+                found = re.search(rb"(?i)content-length: *(\d+)", start)
                 size = int(found[1]) if found else 0
                 pieces, missing = [body], size - len(body)
                 while missing > 0:
@@ -168,25 +173,25 @@ class ScriptedServer:
                 content = b"".join(pieces)
                 content, rest = content[:size], content[size:]
                 try:
-                    self.answer(connection, head.split(b" ", 2), content, arrived)
+                    self.answer(connection, start.split(b" ", 2), content, arrived)
                 except ConnectionError:
                     return
 
-    def answer(self, connection: socket.socket, head: list[bytes], content: bytes, arrived: float) -> None:
+    def answer(self, connection: socket.socket, start: list[bytes], content: bytes, arrived: float) -> None:
         """Answer one request; what comes after the answer is not in the measured time."""
-        method, path = head[0], head[1].decode()
+        method, path = start[0], start[1].decode()
         if method != b"POST" or not path.endswith("/chat/completions"):
             connection.sendall(self.control(path))
             return
         seen = Seen(arrived, size=len(content))
         self.seen.append(seen)
+        answer, finish = self.final, "stop"
         if b'"tools"' not in content:
             answer = self.summary
         elif self.calls < self.steps:
             self.calls += 1
-            answer = call_response(self.calls, self.command.replace("{i}", str(self.calls)))
-        else:
-            answer = self.final
+            answer, finish = call_response(self.calls, self.command.replace("{i}", str(self.calls))), "tool_calls"
+        answer += stream_end(finish, len(content) // TOKEN_CHARACTERS)
         if self.watched:
             seen.rss_kb, seen.peak_kb = memory_kb(self.watched)
         connection.sendall(answer)
