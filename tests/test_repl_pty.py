@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pty
 import re
@@ -218,12 +219,15 @@ def test_a_terminal_that_vanishes_ends_the_program(server: Serve, workspace: Pat
         argv, stdin=slave, stdout=slave, stderr=slave, env={**os.environ, **fake.env}, start_new_session=True
     )
     os.close(slave)
-    seen = b""
-    while "›".encode() not in seen:
-        seen += os.read(master, 65536)
-    os.write(master, b"first\r")
+    os.set_blocking(master, False)
+    seen, deadline, typed = b"", time.monotonic() + 20, False
     while not fake.requests:
-        os.read(master, 65536)
+        assert time.monotonic() < deadline, seen
+        with contextlib.suppress(BlockingIOError):
+            seen += os.read(master, 65536)
+        if "›".encode() in seen and not typed:
+            typed = bool(os.write(master, b"first\r"))
+        time.sleep(0.005)
     os.close(master)
     try:
         assert process.wait(20) == 128 + signal.SIGHUP
