@@ -10936,14 +10936,14 @@ class Finding(NamedTuple):
     advice: str = ""
 
     def lines(self) -> list[str]:
-        """The finding in lines of at most 79 columns."""
+        """The finding in lines of at most 79 columns, where no word is longer: what can be copied stays whole."""
         import textwrap
 
         indent = " " * 18
-        shown = textwrap.wrap(f"{self.state:4}  {self.about:10}  {clean(self.said)}", 79, subsequent_indent=indent)
-        return shown + textwrap.wrap(
-            clean(self.advice), 79, initial_indent=f"{indent}-> ", subsequent_indent=f"{indent}   "
-        )
+        lines = textwrap.TextWrapper(79, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+        shown = lines.wrap(f"{self.state:4}  {self.about:10}  {clean(self.said)}")
+        lines.initial_indent, lines.subsequent_indent = f"{indent}-> ", f"{indent}   "
+        return shown + lines.wrap(clean(self.advice))
 
 
 def required_packages() -> dict[str, str]:
@@ -10958,6 +10958,14 @@ def how_to_install(requirements: Iterable[str]) -> str:
     """What to do about packages that are missing."""
     command = f"{shlex.quote(sys.executable)} -m pip install {' '.join(map(shlex.quote, requirements))}"
     return f"Install: {command}"
+
+
+def require_packages() -> None:
+    """Raises AgentError when a package is missing. Only looks whether it is there: that takes no time."""
+    requirements = required_packages()
+    if missing := [name for name in requirements if importlib.util.find_spec(name) is None]:
+        names = f"package{'s' if len(missing) > 1 else ''} {', '.join(missing)}"
+        raise AgentError(f"not installed: the {names}. {how_to_install(requirements.values())}")
 
 
 def check_python() -> Finding:
@@ -11127,7 +11135,8 @@ async def check_dialogue(provider: Provider) -> list[Finding]:
     """Have a tool called and its result read: the two requests of the smallest possible turn."""
     interrupt = asyncio.Event()
     messages = [system_message(SYSTEM_PROMPT), user_message(REQUEST_FOR_DOCTOR)]
-    estimate = estimate_tokens(messages) + estimate_tokens([tool.parameters for tool in TOOLS])
+    offered = [[tool.name, tool.description, tool.parameters] for tool in TOOLS]
+    estimate = estimate_tokens([*messages, *offered])
     findings, pieces, printed = [], 0, ""
     replies: list[Reply] = []
     started = time.monotonic()
@@ -11166,7 +11175,7 @@ async def check_dialogue(provider: Provider) -> list[Finding]:
     else:
         advice = "Expect mistakes; a stronger model helps."
         findings.append(Finding("warn", "tool calls", f"called{as_text}, but its result was not named", advice))
-    whole = "the answer came in one piece: long ones show nothing until they are complete"
+    whole = "this short answer came in one piece"
     findings.append(Finding("ok", "streaming", f"{pieces} pieces" if pieces > 1 else whole))
     usage = asked.usage
     if usage and usage.input:
@@ -11548,6 +11557,7 @@ def run(options: argparse.Namespace, environ: Mapping[str, str], early: EarlyPro
         return replay_log(config, options)
     if config.local is not None:
         early.end()  # its weights may have to be fetched, which is shown
+    require_packages()
     load(*(("prompt_toolkit.application", "prompt_toolkit.widgets") if prompt is None else ("openai",)))
     if options.spec:
         copy_spec(options.spec, workspace)
@@ -11586,10 +11596,6 @@ def main(
         status, text = EXIT_USAGE, str(exc)
     except AgentError as exc:
         status, text = (EXIT_TRY_LATER if getattr(exc, "retryable", False) else 1), str(exc)
-    except ModuleNotFoundError as exc:
-        if exc.name not in required_packages():
-            raise
-        status, text = 1, f"the package {exc.name} is missing. {how_to_install(required_packages().values())}"
     except KeyboardInterrupt:
         status, text = 130, "interrupted"
     finally:
