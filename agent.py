@@ -64,7 +64,8 @@ class EarlyPrompt:
         self._quiet = termios.tcgetattr(0)
         self._quiet[0] &= ~termios.ICRNL  # else Enter could not be told from Ctrl-J
         self._quiet[3] &= ~(termios.ECHO | termios.ICANON)
-        signal.signal(signal.SIGINT, self._on_ctrl_c)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, self._on_signal)
         termios.tcsetattr(0, termios.TCSANOW, self._quiet)
         glyph = "›" if (sys.stdout.encoding or "").lower().startswith("utf") else ">"
         style = "1" if environ.get("NO_COLOR") else "1;36"
@@ -72,7 +73,10 @@ class EarlyPrompt:
         self._shown = True
 
     def take(self) -> None:
-        """Take the prompt off the screen and read what was typed; the terminal stays quiet until `end`."""
+        """Take the prompt off the screen and read what was typed; the terminal stays quiet until `end`.
+
+        A request to end still makes it as it was, until the event loop has handlers of its own for that.
+        """
         import select
         import signal
         import termios
@@ -90,17 +94,21 @@ class EarlyPrompt:
     def end(self) -> None:
         """Take the prompt off the screen and make the terminal as it was before."""
         import contextlib
+        import signal
         import termios
 
         if self._shown:
             self.take()
         if self._before:
+            for number in (signal.SIGTERM, signal.SIGHUP):
+                if signal.getsignal(number) == self._on_signal:
+                    signal.signal(number, signal.SIG_DFL)
             with contextlib.suppress(termios.error):  # the terminal is gone
                 termios.tcsetattr(0, termios.TCSANOW, self._before)
 
-    def _on_ctrl_c(self, number: int, frame: object) -> None:
+    def _on_signal(self, number: int, frame: object) -> None:
         self.end()
-        os._exit(130)
+        os._exit(128 + number)
 
 
 # Only where this file is the program: as a script, with -m, or as the installed command `agent`.

@@ -276,7 +276,7 @@ def test_a_signal_ends_it_and_restores_the_terminal(
     terminal = shell(fake)
     before = modes(terminal)
     terminal.send("\r")
-    terminal.wait_for(PROMPT)
+    terminal.wait_for("fake-model · NOT sandboxed", visible=True)  # the prompt alone may be the early one
     assert modes(terminal) != before
     if working:
         enter(terminal, "go")
@@ -286,6 +286,19 @@ def test_a_signal_ends_it_and_restores_the_terminal(
     assert modes(terminal) == before
     assert terminal.raw.rstrip().rfind(b"\x1b[?2004l") > terminal.raw.rfind(b"\x1b[?2004h")
     assert terminal.raw.rfind(b"\x1b[?25h") > terminal.raw.rfind(b"\x1b[?25l")
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_a_signal_while_it_still_loads_restores_the_terminal_too(
+    server: Serve, shell: Callable[..., Terminal], number: int, status: int
+) -> None:
+    terminal = shell(server())
+    before = modes(terminal)
+    terminal.send("\r")
+    terminal.wait_for(PROMPT)  # painted before the program is loaded
+    os.kill(pid_of_agent(terminal), number)
+    terminal.wait_for(f"status {status}")
+    assert modes(terminal) == before
 
 
 def test_a_crash_restores_the_terminal_and_shows_the_traceback(server: Serve, workspace: Path) -> None:
