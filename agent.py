@@ -7056,16 +7056,19 @@ class PlanFile:
     """plan.txt as it was last read, and which spec.txt it was made from (see PlanProgress)."""
 
     def __init__(self, workspace: Workspace, titles: str = "", spec: str = "") -> None:
-        self.steps: list[PlanStep] = []
         self._workspace = workspace
         self._titles, self._spec = titles, spec
         self._last: PlanProgress | None = None
+        self.steps = self._read_steps()
 
     def _read(self, name: str) -> bytes:
         """The file's content, b"" when there is none that can be read."""
         with contextlib.suppress(ToolError):
             return self._workspace.read(self._workspace.locate(name), PLAN_LIMIT)
         return b""
+
+    def _read_steps(self) -> list[PlanStep]:
+        return parse_plan(self._read(PLAN_FILE).decode("utf-8", "replace"))
 
     def _spec_is_newer(self) -> bool:
         with contextlib.suppress(OSError):
@@ -7078,7 +7081,7 @@ class PlanFile:
 
         Steps that were rewritten in a turn were made from the spec.txt of now.
         """
-        self.steps = parse_plan(self._read(PLAN_FILE).decode("utf-8", "replace"))
+        self.steps = self._read_steps()
         if not self.steps:
             self._titles = self._spec = ""
             return None
@@ -11061,10 +11064,10 @@ def check_packages() -> Finding:
 def check_terminal(config: Config) -> Finding:
     """Whether the interactive front has what it needs."""
     size = shutil.get_terminal_size()
-    said = f"{config.environ.get('TERM') or 'no TERM'}, {size.columns}x{size.lines}, {sys.stdout.encoding}"
+    said = f"{config.term or 'no TERM'}, {size.columns}x{size.lines}, {sys.stdout.encoding}"
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         return Finding("ok", "terminal", f"none here ({said}); -p TEXT needs none")
-    if config.environ.get("TERM", "dumb") in ("dumb", "unknown") or "utf" not in sys.stdout.encoding.lower():
+    if config.term in ("", "dumb", "unknown") or "utf" not in sys.stdout.encoding.lower():
         return Finding("warn", "terminal", said, "Set TERM and a UTF-8 locale for colours and all characters.")
     return Finding("ok", "terminal", said)
 

@@ -6,14 +6,16 @@ import os
 import re
 import socket
 import stat
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Finished
+from conftest import AGENT, Finished
 from fake_replies import text
 from fake_server import FakeServer
+from pty_driver import Terminal
 
 import agent
 
@@ -170,6 +172,20 @@ def test_an_unknown_option_is_told_with_the_nearest_one(run_agent: Run, workspac
     finished = run_agent("--start_dir", workspace, "--sandbocks", "off", "-p", "x")
     assert finished.status == 2
     assert finished.stderr == "agent: unrecognized arguments: --sandbocks off. Did you mean --sandbox?\n"
+
+
+@pytest.mark.parametrize(("keys", "status"), [("\r", 2), ("\x04", 2), ("nonsense\r", 2), ("\x03", 130)])
+def test_a_question_at_start_has_a_default_and_a_way_out(server: Serve, tmp_path: Path, keys: str, status: int) -> None:
+    argv = [sys.executable, AGENT, "--start_dir", tmp_path / "new"]
+    terminal = Terminal(argv, env=server(text("unused")).env, columns=200)
+    try:
+        terminal.wait_for(r"does not exist. Create it\? \[y/N\]")
+        terminal.send(keys)
+        assert terminal.wait_exit() == status
+        assert "Traceback" not in terminal.all_text()
+        assert not (tmp_path / "new").exists()
+    finally:
+        terminal.close()
 
 
 def test_the_version(run_agent: Run) -> None:

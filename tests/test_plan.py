@@ -157,6 +157,10 @@ def test_the_progress_is_an_event_and_open_steps_are_named_at_the_end(
     ]
     assert conversation.of(agent.Evidence)[-1].lines()[-1] == "open in plan.txt: 3. Write the README"
     assert conversation.runtime.plan.text() == "plan 2/3"
+    assert " plan 2/3 " in agent.Toolbar(conversation.runtime).text(200, False)
+    conversation.close()
+    again = converse(server(text("unused")))  # at once, before any turn
+    assert again.runtime.plan.text() == "plan 2/3"
 
 
 @pytest.mark.parametrize("words", ["", "do not touch the README", "commit, but only at the end"])
