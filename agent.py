@@ -64,7 +64,8 @@ class EarlyPrompt:
         self._quiet = termios.tcgetattr(0)
         self._quiet[0] &= ~termios.ICRNL  # else Enter could not be told from Ctrl-J
         self._quiet[3] &= ~(termios.ECHO | termios.ICANON)
-        signal.signal(signal.SIGINT, self._on_ctrl_c)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, self._on_signal)
         termios.tcsetattr(0, termios.TCSANOW, self._quiet)
         glyph = "›" if (sys.stdout.encoding or "").lower().startswith("utf") else ">"
         style = "1" if environ.get("NO_COLOR") else "1;36"
@@ -72,7 +73,10 @@ class EarlyPrompt:
         self._shown = True
 
     def take(self) -> None:
-        """Take the prompt off the screen and read what was typed; the terminal stays quiet until `end`."""
+        """Take the prompt off the screen and read what was typed; the terminal stays quiet until `end`.
+
+        A request to end still makes it as it was, until the event loop has handlers of its own for that.
+        """
         import select
         import signal
         import termios
@@ -90,17 +94,21 @@ class EarlyPrompt:
     def end(self) -> None:
         """Take the prompt off the screen and make the terminal as it was before."""
         import contextlib
+        import signal
         import termios
 
         if self._shown:
             self.take()
         if self._before:
+            for number in (signal.SIGTERM, signal.SIGHUP):
+                if signal.getsignal(number) == self._on_signal:
+                    signal.signal(number, signal.SIG_DFL)
             with contextlib.suppress(termios.error):  # the terminal is gone
                 termios.tcsetattr(0, termios.TCSANOW, self._before)
 
-    def _on_ctrl_c(self, number: int, frame: object) -> None:
+    def _on_signal(self, number: int, frame: object) -> None:
         self.end()
-        os._exit(130)
+        os._exit(128 + number)
 
 
 # Only where this file is the program: as a script, with -m, or as the installed command `agent`.
@@ -4908,14 +4916,47 @@ def _one_of(values: Iterable[str]) -> dict[str, Any]:
     return {"type": "string", "enum": [*values]}
 
 
-def code_block(text: str, path: str) -> str:
-    """What stands in the code block of an answer, whether its opening fence is in the text or was sent before it."""
-    if opening := re.match(r"\s*`{3,}[^\n]*\n", text):
+def code_block(text: str, path: str, is_begun: bool = True) -> str:
+    """What stands in the code block of an answer; `is_begun`: its opening fence was sent before the answer."""
+    opening = re.match(r"\s*`{3,}[^\n]*\n", text) if is_begun else re.search(r"^ *`{3,}[^\n]*\n", text, re.MULTILINE)
+    if opening:
         text = text[opening.end() :]
     closing = [match.start() for match in re.finditer(r"^`{3,}[ \t]*$", text, re.MULTILINE)]
     if closing:  # prose has code blocks of its own; after a program comes only talk
         text = text[: closing[-1 if path.endswith(".md") else 0]]
     return text if text.endswith("\n") or not text else text + "\n"
+
+
+def _definitions(tree: ast.Module) -> dict[str, tuple[int, int]]:
+    """First and last line of each function and class at the top of a module."""
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    nodes = [node for node in tree.body if isinstance(node, kinds)]
+    starts = {node.name: min([node.lineno, *(line.lineno for line in node.decorator_list)]) for node in nodes}
+    return {node.name: (starts[node.name], node.end_lineno or node.lineno) for node in nodes}
+
+
+def put_back(old: str, new: str) -> str:
+    """A corrected Python module; when it holds only some of the old definitions, those replace the old ones.
+
+    Asked for a whole module, a small model often gives just the function that it corrected.
+    """
+    try:
+        old_tree, new_tree = ast.parse(old), ast.parse(new)
+    except (SyntaxError, ValueError):
+        return new
+    before, after = _definitions(old_tree), _definitions(new_tree)
+    if not before.keys() & after.keys() or not before.keys() - after.keys():
+        return new
+    lines, given = old.splitlines(), new.splitlines()
+    for name, (first, last) in sorted(before.items(), key=lambda item: -item[1][0]):
+        if name in after:
+            lines[first - 1 : last] = given[after[name][0] - 1 : after[name][1]]
+    added = [[*given[first - 1 : last], "", ""] for name, (first, last) in after.items() if name not in before]
+    at = min(first for first, _ in before.values()) - 1
+    lines[at:at] = [line for block in added for line in block]
+    imports = [ast.unparse(node) for node in new_tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+    known = {ast.unparse(node) for node in old_tree.body}
+    return "\n".join([*(line for line in imports if line not in known), *lines]) + "\n"
 
 
 class Course:
@@ -4935,6 +4976,8 @@ class Course:
         is_work = bool(CHANGE_WORDS.search(prompt)) and not QUESTION.match(prompt)
         is_plan = MAKE_PLAN.search(prompt) and NO_CODE.search(prompt) and not prompt.startswith(GO_OPENING)
         self.kind = "plan" if is_plan else "work" if is_work else "question"
+        self.prompt = prompt
+        self.failure = ""  # what the last run printed, if it failed
         self.asked = [name for name in FILE_NAME.findall(prompt) if name not in PLAN_FILES]
         self.looks = self.mends = 0  # calls that only looked in a row; mends that failed
         self.last = ""  # the last tool
@@ -5027,6 +5070,19 @@ class Course:
             )
         return f"The whole content of {path}, complete and just as the task says, in one code block:"
 
+    def mend_request(self, path: str) -> list[Message]:
+        """The request for a corrected file, on a fresh page.
+
+        Below its own earlier attempts a small model copies them, whatever it is told.
+        """
+        task = self.texts.get("spec.txt", "") if PLAN_FILE in self.texts and not self.asked else ""
+        files = [f"{name}:\n{self.fence(name)}{self.texts.get(name, '')}```" for name in self.suspects]
+        order = (
+            f"Say in one sentence what is wrong in {path}. Then give the corrected {path}, complete, in one code block."
+        )
+        text = "\n\n".join([f"The task: {task or self.prompt}", *files, f"The check failed:\n{self.failure}", order])
+        return [system_message("You are a careful programmer who finds mistakes."), user_message(text)]
+
     def _imports(self) -> str:
         """The lines that import what the programs of this turn define."""
         lines = ""
@@ -5072,6 +5128,7 @@ class Course:
         self.is_failing = failed and bool(programs)  # a search that finds nothing fails too
         if self.is_failing:
             self.mends += 1
+            self.failure = result
             errors = ERROR_LINE.findall(result)
             self.same_failures = self.same_failures + 1 if errors == self.errors else 0
             self.errors = errors
@@ -5114,6 +5171,8 @@ class Course:
         if self.last == "write_to_file" and self.is_unchecked:
             tests = any(TEST_FILE.search(name) for name in self.present)
             return "Now check it: " + ("python3 -m unittest -v" if tests else "run it.")
+        if self.is_failing and self.mends > MAX_MENDS:
+            return "It still fails. Answer: what was made, what fails, and that help is needed."
         if self.is_failing and self.last == "run_shell_command":
             return f"It failed. What is wrong in {self.suspects[0]}? Say it in the thought, then write it corrected."
         if self.last == "run_shell_command" and self.wrote:
@@ -5160,16 +5219,24 @@ class Course:
         if self.is_unchecked:
             return running | (writing if self.unwritten else {}), False
         if self.is_failing:
-            return {"write_to_file": {"path": _one_of(self.suspects[:1])}}, self.mends > MAX_MENDS
+            return {} if self.mends > MAX_MENDS else {"write_to_file": {"path": _one_of(self.suspects[:1])}}, False
         if PLAN_FILE in self.texts and not self.asked and self.wrote and self.last == "run_shell_command":
             return {}, True  # the plan is carried out and checked
         return looking | writing | running, bool(self.wrote) or self.last == "run_shell_command" or self.looks > 3
 
 
+class OpenCall(NamedTuple):
+    """A write_to_file whose content is being asked for, by a code block opened for the model or, to mend `old`, not."""
+
+    thought: str
+    call: ToolCall
+    old: str | None
+
+
 class JsonReader(ChatReader):
     """Builds a Reply from a chat reply whose text is a JSON object, or, for `open_call`, the text of a file."""
 
-    def __init__(self, source: str, thinks_first: bool, open_call: tuple[str, ToolCall] | None) -> None:
+    def __init__(self, source: str, thinks_first: bool, open_call: OpenCall | None) -> None:
         super().__init__(source, thinks_first)
         self._open_call = open_call
 
@@ -5204,15 +5271,17 @@ class JsonReader(ChatReader):
     def reply(self) -> Reply:
         """The whole reply. A write_to_file without content in it is to be completed by a further request."""
         reply = super().reply()
-        text, calls = self._parsed() if self._open_call is None else (self._open_call[0], [self._completed()])
+        text, calls = self._parsed() if self._open_call is None else (self._open_call.thought, [self._completed()])
         return dataclasses.replace(reply, message=assistant_message(text, calls))
 
     def _completed(self) -> ToolCall:
         """The open call with the content that has come."""
         assert self._open_call
-        call = self._open_call[1]
+        call = self._open_call.call
         arguments = json.loads(call.arguments)
-        arguments["content"] = code_block(self.text, str(arguments.get("path")))
+        path, old = str(arguments.get("path")), self._open_call.old
+        content = code_block(self.text, path, is_begun=old is None)
+        arguments["content"] = put_back(old, content) if old and path.endswith(".py") else content
         return dataclasses.replace(call, arguments=json.dumps(arguments, ensure_ascii=False))
 
 
@@ -5232,7 +5301,7 @@ class JsonWire:
 
     def __init__(self) -> None:
         self._bound = True
-        self._open_call: tuple[str, ToolCall] | None = None
+        self._open_call: OpenCall | None = None
 
     def body(
         self, source: str, model: str, messages: Sequence[Message], tools: Sequence[Tool], adaptation: Adaptation
@@ -5246,9 +5315,13 @@ class JsonWire:
         self._bound = bool(tools)
         if messages and awaits_content(messages[-1]):
             call = message_calls(messages[-1])[0]
-            self._open_call = (message_text(messages[-1]), call)
-            opening = {"role": "assistant", "content": course.fence(str(json.loads(call.arguments).get("path")))}
-            body |= {"messages": [*course.sent, opening], "max_tokens": TEXT_TOKENS}
+            path = str(json.loads(call.arguments).get("path"))
+            self._open_call = OpenCall(
+                message_text(messages[-1]), call, course.texts.get(path, "") if course.is_failing else None
+            )
+            opening = {"role": "assistant", "content": course.fence(path)}
+            sent = course.mend_request(path) if course.is_failing else [*course.sent, opening]
+            body |= {"messages": sent, "max_tokens": TEXT_TOKENS}
         elif tools:
             schema = {"name": "reply", "strict": True, "schema": course.schema()}
             body |= {"response_format": {"type": "json_schema", "json_schema": schema}, "max_tokens": JSON_TOKENS}
@@ -6025,7 +6098,7 @@ class EmbeddedServer:
         params = xllamacpp.CommonParams()
         params.model.path = str(gguf)
         params.hostnames, params.port, params.api_keys = ["127.0.0.1"], 0, [self.key]
-        params.n_ctx, params.n_parallel, params.cache_ram_mib = window, 1, 0
+        params.n_ctx, params.n_parallel, params.cache_ram_mib = window, 1, 1024
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         params.cpuparams.n_threads = params.cpuparams_batch.n_threads = cores
         params.verbosity, params.ui = -1, False  # silent also in failure: the terminal is ours
@@ -10928,14 +11001,14 @@ class Finding(NamedTuple):
     advice: str = ""
 
     def lines(self) -> list[str]:
-        """The finding in lines of at most 79 columns."""
+        """The finding in lines of at most 79 columns, where no word is longer: what can be copied stays whole."""
         import textwrap
 
         indent = " " * 18
-        shown = textwrap.wrap(f"{self.state:4}  {self.about:10}  {clean(self.said)}", 79, subsequent_indent=indent)
-        return shown + textwrap.wrap(
-            clean(self.advice), 79, initial_indent=f"{indent}-> ", subsequent_indent=f"{indent}   "
-        )
+        lines = textwrap.TextWrapper(79, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+        shown = lines.wrap(f"{self.state:4}  {self.about:10}  {clean(self.said)}")
+        lines.initial_indent, lines.subsequent_indent = f"{indent}-> ", f"{indent}   "
+        return shown + lines.wrap(clean(self.advice))
 
 
 def required_packages() -> dict[str, str]:
@@ -10950,6 +11023,14 @@ def how_to_install(requirements: Iterable[str]) -> str:
     """What to do about packages that are missing."""
     command = f"{shlex.quote(sys.executable)} -m pip install {' '.join(map(shlex.quote, requirements))}"
     return f"Install: {command}"
+
+
+def require_packages() -> None:
+    """Raises AgentError when a package is missing. Only looks whether it is there: that takes no time."""
+    requirements = required_packages()
+    if missing := [name for name in requirements if importlib.util.find_spec(name) is None]:
+        names = f"package{'s' if len(missing) > 1 else ''} {', '.join(missing)}"
+        raise AgentError(f"not installed: the {names}. {how_to_install(requirements.values())}")
 
 
 def check_python() -> Finding:
@@ -11119,7 +11200,8 @@ async def check_dialogue(provider: Provider) -> list[Finding]:
     """Have a tool called and its result read: the two requests of the smallest possible turn."""
     interrupt = asyncio.Event()
     messages = [system_message(SYSTEM_PROMPT), user_message(REQUEST_FOR_DOCTOR)]
-    estimate = estimate_tokens(messages) + estimate_tokens([tool.parameters for tool in TOOLS])
+    offered = [[tool.name, tool.description, tool.parameters] for tool in TOOLS]
+    estimate = estimate_tokens([*messages, *offered])
     findings, pieces, printed = [], 0, ""
     replies: list[Reply] = []
     started = time.monotonic()
@@ -11158,7 +11240,7 @@ async def check_dialogue(provider: Provider) -> list[Finding]:
     else:
         advice = "Expect mistakes; a stronger model helps."
         findings.append(Finding("warn", "tool calls", f"called{as_text}, but its result was not named", advice))
-    whole = "the answer came in one piece: long ones show nothing until they are complete"
+    whole = "this short answer came in one piece"
     findings.append(Finding("ok", "streaming", f"{pieces} pieces" if pieces > 1 else whole))
     usage = asked.usage
     if usage and usage.input:
@@ -11540,6 +11622,7 @@ def run(options: argparse.Namespace, environ: Mapping[str, str], early: EarlyPro
         return replay_log(config, options)
     if config.local is not None:
         early.end()  # its weights may have to be fetched, which is shown
+    require_packages()
     load(*(("prompt_toolkit.application", "prompt_toolkit.widgets") if prompt is None else ("openai",)))
     if options.spec:
         copy_spec(options.spec, workspace)
@@ -11578,10 +11661,6 @@ def main(
         status, text = EXIT_USAGE, str(exc)
     except AgentError as exc:
         status, text = (EXIT_TRY_LATER if getattr(exc, "retryable", False) else 1), str(exc)
-    except ModuleNotFoundError as exc:
-        if exc.name not in required_packages():
-            raise
-        status, text = 1, f"the package {exc.name} is missing. {how_to_install(required_packages().values())}"
     except KeyboardInterrupt:
         status, text = 130, "interrupted"
     finally:

@@ -48,6 +48,7 @@ def calm(shown: str, workspace: Path) -> str:
     """The text with what differs from run to run replaced."""
     shown = shown.replace(str(workspace), "~/project").replace("NOT sandboxed", "sandboxed")
     shown = re.sub("[⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏]", "⠹", re.sub(r"\d+(\.\d+)? s\b", "2 s", shown))
+    shown = re.sub(r"context \d+%", "context 2%", shown)
     return re.sub(r"[\d.]+k? in( \([\d.]+k? cached\))?, \d+ out", "4.1k in (3.5k cached), 180 out", shown)
 
 

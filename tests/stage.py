@@ -75,7 +75,7 @@ class Stage:
         """Type these keys."""
         self.agent = repl.runtime.agent
 
-    async def until(self, condition: Callable[[], Any], timeout_s: float = 15) -> None:
+    async def until(self, condition: Callable[[], Any], timeout_s: float = 60) -> None:
         """Wait until the condition holds; fails showing the screen."""
         deadline = time.monotonic() + timeout_s
         while not condition():

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import Finished
 from fake_replies import Raw, Step, but, call, calls, error, forever, text
 from fake_server import FakeServer
 from harness import Conversation
@@ -681,6 +682,22 @@ def test_a_server_that_counts_only_what_it_had_not_cached_is_not_suspected(serve
     conversation = converse(server(forever(step)))
     assert conversation.send("go").reason == "done"
     assert not conversation.of(agent.Notice)
+
+
+def test_a_session_with_stubs_summaries_pins_and_a_learned_window_replays(
+    server: Serve, converse: Converse, workspace: Path, run_agent: Callable[..., Finished]
+) -> None:
+    (workspace / "AGENTS.md").write_text("Be exact, and be brief about it.")
+    worker = Worker(60, lambda n: print_bytes([20, 900, 9_000][n % 3], n))
+    conversation = long_session(server(forever(Window(worker, 8_000, "ctx-openai-chat"))), converse, workspace)
+    assert conversation.command("/compact the numbers") == ""
+    assert {type(event) for event in conversation.events} >= {agent.Elided, agent.Compacted, agent.Pinned}
+    log = conversation.runtime.session.path
+    assert log
+    conversation.close()
+    finished = run_agent("--replay", log, "--dry", timeout=120)
+    assert finished.status == 0, finished.stderr
+    assert "all as recorded" in finished.stderr
 
 
 # --- The embedded model ---------------------------------------------------------------------------------

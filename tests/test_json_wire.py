@@ -15,6 +15,8 @@ from harness import Conversation
 
 import agent
 
+Server = Callable[..., FakeServer]
+Converse = Callable[..., Conversation]
 PREFILL = "ends-on-assistant"  # the answer is begun for the model: ```python
 Message = dict[str, Any]
 
@@ -143,7 +145,9 @@ def test_it_may_give_up_in_the_end_and_tries_other_ways_before() -> None:
         written += [*ran(1, f"AssertionError {attempt}"), *wrote("calc.py", f"{attempt}\n")]
         temperatures.append(course(*written).temperature)
     assert temperatures == sorted(temperatures) and temperatures[0] < temperatures[-1] == agent.WARMEST
-    assert "answer" in choices(course(*written, *ran(1)))
+    given_up = course(*written, *ran(1))
+    assert choices(given_up) == {"answer": {}}
+    assert "help is needed" in given_up.sent[-1]["content"]
 
 
 def test_a_search_that_finds_nothing_is_no_failure_to_mend() -> None:
@@ -268,10 +272,45 @@ def test_the_code_block_is_found(answer: str, path: str, content: str) -> None:
     assert agent.code_block(answer, path) == content
 
 
-# --- Whole turns over HTTP ------------------------------------------------------------
+def test_a_file_is_mended_on_a_fresh_page_and_keeps_what_was_left_out(
+    server: Server, converse: Converse, workspace: Path
+) -> None:
+    fake = server(
+        call("write_to_file", path="calc.py"), fence("def one():\n    return 1\n\n\ndef two():\n    return 3\n"),
+        call("run_shell_command", command="python3 -c 'import calc; assert calc.two() == 2'"),
+        call("write_to_file", path="calc.py"),
+        verbatim("It returns 3.\n```python\ndef two():\n    return 2\n```\nNow it returns 2."),
+        call("run_shell_command", command="python3 -c 'import calc; assert calc.two() == 2'"), text("Done."),
+        allow=[PREFILL],
+    )  # fmt: skip
+    assert converse(fake, api="json").send("Write one and two in calc.py.").reason == "done"
+    assert (workspace / "calc.py").read_text() == "def one():\n    return 1\n\n\ndef two():\n    return 2\n"
+    mend = fake.requests[4].body["messages"]
+    assert [message["role"] for message in mend] == ["system", "user"]
+    assert all(words in mend[1]["content"] for words in ("Write one and two", "return 3", "AssertionError", "calc.py"))
+    later = fake.requests[5].body["messages"]
+    assert later[: len(fake.requests[3].body["messages"])] == fake.requests[3].body["messages"]
 
-Server = Callable[..., FakeServer]
-Converse = Callable[..., Conversation]
+
+@pytest.mark.parametrize(
+    ("old", "new", "result"),
+    [
+        ("def a():\n    1\n\ndef b():\n    2\n", "def b():\n    3\n", "def a():\n    1\n\ndef b():\n    3\n"),
+        ("def a():\n    1\n", "def a():\n    2\n", "def a():\n    2\n"),
+        ("def a():\n    1\n", "def c():\n    2\n", "def c():\n    2\n"),
+        ("def a():\n    1\n", "not python (", "not python ("),
+        (
+            "def a():\n    1\n\n@x\ndef b():\n    2\n",
+            "import re\ndef b():\n    h()\ndef h():\n    3\n",
+            "import re\ndef h():\n    3\n\n\ndef a():\n    1\n\ndef b():\n    h()\n",
+        ),
+    ],
+)
+def test_what_a_mend_leaves_out_is_put_back(old: str, new: str, result: str) -> None:
+    assert agent.put_back(old, new) == result
+
+
+# --- Whole turns over HTTP ------------------------------------------------------------
 
 
 def bound(fake: FakeServer) -> Sequence[bool]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pty
 import re
@@ -218,12 +219,15 @@ def test_a_terminal_that_vanishes_ends_the_program(server: Serve, workspace: Pat
         argv, stdin=slave, stdout=slave, stderr=slave, env={**os.environ, **fake.env}, start_new_session=True
     )
     os.close(slave)
-    seen = b""
-    while "›".encode() not in seen:
-        seen += os.read(master, 65536)
-    os.write(master, b"first\r")
+    os.set_blocking(master, False)
+    seen, deadline, typed = b"", time.monotonic() + 20, False
     while not fake.requests:
-        os.read(master, 65536)
+        assert time.monotonic() < deadline, seen
+        with contextlib.suppress(BlockingIOError):
+            seen += os.read(master, 65536)
+        if "›".encode() in seen and not typed:
+            typed = bool(os.write(master, b"first\r"))
+        time.sleep(0.005)
     os.close(master)
     try:
         assert process.wait(20) == 128 + signal.SIGHUP
@@ -272,7 +276,7 @@ def test_a_signal_ends_it_and_restores_the_terminal(
     terminal = shell(fake)
     before = modes(terminal)
     terminal.send("\r")
-    terminal.wait_for(PROMPT)
+    terminal.wait_for("fake-model · NOT sandboxed", visible=True)  # the prompt alone may be the early one
     assert modes(terminal) != before
     if working:
         enter(terminal, "go")
@@ -282,6 +286,19 @@ def test_a_signal_ends_it_and_restores_the_terminal(
     assert modes(terminal) == before
     assert terminal.raw.rstrip().rfind(b"\x1b[?2004l") > terminal.raw.rfind(b"\x1b[?2004h")
     assert terminal.raw.rfind(b"\x1b[?25h") > terminal.raw.rfind(b"\x1b[?25l")
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_a_signal_while_it_still_loads_restores_the_terminal_too(
+    server: Serve, shell: Callable[..., Terminal], number: int, status: int
+) -> None:
+    terminal = shell(server())
+    before = modes(terminal)
+    terminal.send("\r")
+    terminal.wait_for(PROMPT)  # painted before the program is loaded
+    os.kill(pid_of_agent(terminal), number)
+    terminal.wait_for(f"status {status}")
+    assert modes(terminal) == before
 
 
 def test_a_crash_restores_the_terminal_and_shows_the_traceback(server: Serve, workspace: Path) -> None:
