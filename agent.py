@@ -45,7 +45,7 @@ class EarlyPrompt:
     It stands above the imports, and imports only what it needs itself, because all of them take ten times as long.
     """
 
-    NOT_FOR = ("-p", "--prompt", "-h", "--help", "--version", "--sessions", "--json", "--replay")
+    NOT_FOR = ("-p", "--prompt", "-h", "--help", "--version", "--sessions", "--json", "--replay", "--doctor")
 
     def __init__(self, arguments: Sequence[str], environ: Mapping[str, str]) -> None:
         """Show the prompt, if these arguments lead to one and the terminal can show it."""
@@ -11561,8 +11561,9 @@ def ask_about_notes(config: Config, ask: Callable[[str], bool]) -> None:
     trust = NotesTrust(config)
     for note in read_notes(config):
         if trust.answer(note) is None:
-            print(f"{clean(str(note.path))} ({len(note.text)} characters):\n{clean(clip(note.text, 600, 200))}\n")
-            trust.remember(note, ask("Follow these project notes? Otherwise the model reads them as mere context."))
+            shown = f"{clean(str(note.path))} ({len(note.text)} characters):\n{clean(clip(note.text, 600, 200))}\n"
+            question = "Follow these project notes? Otherwise the model reads them as mere context."
+            trust.remember(note, ask(f"{shown}\n{question}"))
 
 
 def replay_log(config: Config, options: argparse.Namespace) -> int:
