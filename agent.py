@@ -5598,18 +5598,21 @@ class Exchange:
 
 
 class RequestEncoder:
-    """Makes JSON of request bodies; a message that the request before held already is not encoded again."""
+    """Makes JSON of request bodies; what the body before began with is not encoded again."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[Any, str]] = {}  # id of a message -> (the message, its JSON)
+        self._known: list[Any] = []
+        self._encoded: list[str] = []  # the JSON of each of them
 
     def __call__(self, body: dict[str, Any]) -> bytes:
         """The body as JSON, its messages last."""
         name = "input" if "input" in body else "messages"
-        encoded = [self._known.get(id(message)) or (message, json.dumps(message)) for message in body[name]]
-        self._known = {id(message): (message, text) for message, text in encoded}
+        if body[name][: len(self._known)] != self._known:
+            self._known, self._encoded = [], []
+        self._encoded += map(json.dumps, body[name][len(self._known) :])
+        self._known = list(body[name])
         rest = json.dumps({key: value for key, value in body.items() if key != name})
-        return f'{rest[:-1]}, "{name}": [{", ".join(text for _, text in encoded)}]}}'.encode()
+        return f'{rest[:-1]}, "{name}": [{", ".join(self._encoded)}]}}'.encode()
 
 
 class PrintedCallGate:
