@@ -1142,9 +1142,9 @@ def as_text(typed: str) -> str:
 
 def _written_out(char: str) -> str:
     code = ord(char)
-    if 0xDC80 <= code <= 0xDCFF:  # an undecodable byte, see surrogateescape
-        code -= 0xDC00
-    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+    if 0xDC80 <= code <= 0xDCFF:  # an undecodable byte, see surrogateescape; the character U+0080 is \\u0080
+        return f"\\x{code - 0xDC00:02x}"
+    return f"\\x{code:02x}" if code < 0x80 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
 
 
 def escape(text: str, keep: str = "\n\t") -> str:

@@ -179,7 +179,7 @@ def test_a_wrong_key_is_not_retried(server: Serve, converse: Converse) -> None:
 
 
 def test_silence_ends_in_a_retry(server: Serve, converse: Converse) -> None:
-    conversation = converse(server(hang(), text("Here.")), first_token_timeout_s=0.1)
+    conversation = converse(server(hang(), text("Here.")), first_token_timeout_s=0.5)
     assert conversation.send("go").reason == "done"
     assert "no output for" in conversation.of(agent.Retry)[0].reason
 

@@ -704,6 +704,7 @@ def test_a_session_with_stubs_summaries_pins_and_a_learned_window_replays(
 
 
 @pytest.mark.model
+@pytest.mark.slow
 def test_a_long_session_with_the_embedded_model_in_a_small_window(
     workspace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

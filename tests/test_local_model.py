@@ -53,6 +53,7 @@ def talk(
         conversation.close()
 
 
+@pytest.mark.slow
 def test_a_plan_is_a_plan_and_what_was_read_is_not_read_again(talk: Talk, workspace: Path) -> None:
     (workspace / "spec.txt").write_text("Write hello.py, a program that prints the word hello.\n")
     conversation = talk()
@@ -64,6 +65,7 @@ def test_a_plan_is_a_plan_and_what_was_read_is_not_read_again(talk: Talk, worksp
     assert end.usage.cached > end.usage.input / 2, "each request but the first finds its beginning in the cache"
 
 
+@pytest.mark.slow
 def test_a_program_is_written_and_run(talk: Talk, workspace: Path) -> None:
     conversation = talk()
     end = conversation.send('Write hello.py, a program that prints the word "hello", and run it.')
@@ -73,6 +75,7 @@ def test_a_program_is_written_and_run(talk: Talk, workspace: Path) -> None:
     assert run and "hello" in run[0]["content"]
 
 
+@pytest.mark.slow
 def test_an_interrupted_turn_leaves_a_valid_transcript_and_a_server_that_goes_on(
     talk: Talk,
 ) -> None:
@@ -117,6 +120,7 @@ def test_a_damaged_model_is_one_clear_line(weights: Path, tmp_path: Path, run_ag
     assert "Traceback" not in finished.stderr
 
 
+@pytest.mark.slow
 def test_the_command_line_starts_it_and_ends_with_it(weights: Path, tmp_path: Path, run_agent: Run) -> None:
     options = ["--start_dir", tmp_path, "--local", weights, "--sandbox", "off"]
     finished = run_agent(*options, "-p", "hello there", timeout=900)

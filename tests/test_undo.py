@@ -6,6 +6,7 @@ import os
 import shutil
 import stat
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -36,7 +37,10 @@ def seen(root: Path, hidden: bool = True) -> dict[bytes, tuple[str, int, bytes]]
         mode = stat.S_IMODE(status.st_mode)
         if stat.S_ISLNK(status.st_mode):
             found[path] = ("link", 0, os.readlink(path))
-        elif stat.S_ISDIR(status.st_mode):
+            return
+        if mode & 0o500 != 0o500 and os.getuid() == status.st_uid:
+            os.chmod(path, mode | 0o500)  # locked for its owner
+        if stat.S_ISDIR(status.st_mode):
             found[path] = ("directory", mode, b"")
             for name in sorted(os.listdir(path)):
                 if hidden or name != b".git":
@@ -44,6 +48,8 @@ def seen(root: Path, hidden: bool = True) -> dict[bytes, tuple[str, int, bytes]]
         else:
             with open(path, "rb") as file:
                 found[path] = ("file", mode, file.read())
+        if stat.S_IMODE(os.lstat(path).st_mode) != mode:
+            os.chmod(path, mode)
 
     look(os.fsencode(root))
     return found
@@ -131,7 +137,9 @@ def test_undo_and_redo_are_exact_and_touch_nothing_else(
                 shell(root, line)
             states.append(seen(root, hidden=False))
             trees.append(snapshots.take())
-        (outside / "kept").write_text("kept")  # a command may have written through a link
+        os.chmod(outside, 0o755)  # a command may have reached it through a link
+        (outside / "kept").unlink(missing_ok=True)
+        (outside / "kept").write_text("kept")
         aside = seen(outside)
         git = {path: entry for path, entry in seen(root).items() if b"/.git/" in path}
         for now, old, new in [(2, 2, 1), (1, 1, 0), (0, 0, 1), (1, 1, 2), (2, 2, 0)]:
@@ -372,3 +380,74 @@ def test_an_interrupt_ends_a_long_snapshot(tmp_path: Path) -> None:
     asked = iter([False, True])
     with pytest.raises(agent.Interrupted):
         store(tmp_path, root).take(lambda: next(asked))
+
+
+# --- As an ordinary user -------------------------------------------------------
+# Root reads everything. Someone else has files and directories that are locked even for their owner.
+
+LOCKED = """
+import os, sys
+sys.path.insert(0, sys.argv[1])
+import agent
+from pathlib import Path
+root = Path(sys.argv[2]) / "work"
+def build():
+    (root / "shut/in").mkdir(parents=True)
+    (root / "shut/in/f").write_text("deep")
+    (root / "secret").write_text("secret")
+    (root / "fixed").mkdir()
+    (root / "fixed/f").write_text("fixed")
+    for name, mode in (("secret", 0), ("shut/in", 0o500), ("shut", 0), ("fixed", 0o555)):
+        os.chmod(root / name, mode)
+def seen():
+    found = {}
+    for name in ("", "shut", "shut/in", "shut/in/f", "secret", "fixed", "fixed/f"):
+        path = root / name
+        mode = path.lstat().st_mode
+        found[name] = mode
+        os.chmod(path, mode | 0o700)
+        if path.is_file():
+            found[name] = mode, path.read_text()
+    for name in reversed(list(found)):
+        os.chmod(root / name, (found[name] if isinstance(found[name], int) else found[name][0]) & 0o7777)
+    return found
+build()
+store = agent.SnapshotStore(root.parent / "snapshots", root, root.parent / "state", "s")
+before, tree = seen(), store.take()
+assert seen() == before, "taking a snapshot leaves the modes as they are"
+for command in ("chmod -R u+rwX . && rm -rf *", "chmod -R 700 .", "chmod 700 shut secret; echo x > secret; chmod 0 ."):
+    os.system(f"cd {root} && {command}")
+    now = store.take()
+    restored = store.restore(now, now, tree)
+    assert restored.kept == [], (command, restored.kept)
+    assert seen() == before, (command, seen())
+    assert store.take() == tree
+    os.chmod(root, 0o755)
+    tree = store.take()
+    before = seen()
+print("ok")
+"""
+
+
+def test_locked_files_and_directories_of_an_ordinary_user(tmp_path: Path) -> None:
+    folder = Path(tempfile.mkdtemp(dir="/tmp"))
+    user = 65_534 if os.getuid() == 0 else os.getuid()
+    try:
+        shutil.copy(agent.__file__, folder)
+        os.chown(folder, user, user if user == 65_534 else os.getgid())
+        for program in (sys.executable, "/usr/bin/python3", "/usr/local/bin/python3"):
+            arguments = [program, "-c", LOCKED, str(folder), str(folder)]
+            run = {"capture_output": True, "text": True, "cwd": folder}
+            try:
+                new_enough = "import sys; sys.exit(sys.version_info < (3, 11))"
+                identity: dict[str, Any] = {"user": user, "group": user} if os.getuid() == 0 else {}
+                if subprocess.run([program, "-c", new_enough], **run, **identity).returncode:
+                    continue
+                done = subprocess.run(arguments, **run, **identity)
+            except OSError:
+                continue
+            assert (done.returncode, done.stdout) == (0, "ok\n"), done.stderr
+            return
+        pytest.skip("no Python that another user may run")
+    finally:
+        unlock(folder)

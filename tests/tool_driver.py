@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import resource
+import re
 import sys
 import time
 from pathlib import Path
@@ -50,7 +50,9 @@ async def drive(workspace: Path, steps: list[tuple[str, dict[str, Any]]]) -> Non
         say(content=content, is_error=result.is_error, seconds=time.monotonic() - began)
     await jobs.close()
     meter.cancel()
-    say(rss_kb=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, longest_pause=longest[0])
+    # not ru_maxrss: that one is inherited from the process that started us
+    peak = re.search(r"^VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+    say(rss_kb=int(peak[1]) if peak else 0, longest_pause=longest[0])
 
 
 if __name__ == "__main__":
