@@ -45,7 +45,7 @@ class EarlyPrompt:
     It stands above the imports, and imports only what it needs itself, because all of them take ten times as long.
     """
 
-    NOT_FOR = ("-p", "--prompt", "-h", "--help", "--version", "--sessions", "--json", "--replay")
+    NOT_FOR = ("-p", "--prompt", "-h", "--help", "--version", "--sessions", "--json", "--replay", "--doctor")
 
     def __init__(self, arguments: Sequence[str], environ: Mapping[str, str]) -> None:
         """Show the prompt, if these arguments lead to one and the terminal can show it."""
@@ -5598,18 +5598,21 @@ class Exchange:
 
 
 class RequestEncoder:
-    """Makes JSON of request bodies; a message that the request before held already is not encoded again."""
+    """Makes JSON of request bodies; what the body before began with is not encoded again."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[Any, str]] = {}  # id of a message -> (the message, its JSON)
+        self._known: list[Any] = []
+        self._encoded: list[str] = []  # the JSON of each of them
 
     def __call__(self, body: dict[str, Any]) -> bytes:
         """The body as JSON, its messages last."""
         name = "input" if "input" in body else "messages"
-        encoded = [self._known.get(id(message)) or (message, json.dumps(message)) for message in body[name]]
-        self._known = {id(message): (message, text) for message, text in encoded}
+        if body[name][: len(self._known)] != self._known:
+            self._known, self._encoded = [], []
+        self._encoded += map(json.dumps, body[name][len(self._known) :])
+        self._known = list(body[name])
         rest = json.dumps({key: value for key, value in body.items() if key != name})
-        return f'{rest[:-1]}, "{name}": [{", ".join(text for _, text in encoded)}]}}'.encode()
+        return f'{rest[:-1]}, "{name}": [{", ".join(self._encoded)}]}}'.encode()
 
 
 class PrintedCallGate:
@@ -11564,8 +11567,9 @@ def ask_about_notes(config: Config, ask: Callable[[str], bool]) -> None:
     trust = NotesTrust(config)
     for note in read_notes(config):
         if trust.answer(note) is None:
-            print(f"{clean(str(note.path))} ({len(note.text)} characters):\n{clean(clip(note.text, 600, 200))}\n")
-            trust.remember(note, ask("Follow these project notes? Otherwise the model reads them as mere context."))
+            shown = f"{clean(str(note.path))} ({len(note.text)} characters):\n{clean(clip(note.text, 600, 200))}\n"
+            question = "Follow these project notes? Otherwise the model reads them as mere context."
+            trust.remember(note, ask(f"{shown}\n{question}"))
 
 
 def replay_log(config: Config, options: argparse.Namespace) -> int:
