@@ -146,6 +146,7 @@ import tempfile
 import threading
 import time
 import tomllib
+import weakref
 import zlib
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
@@ -1361,6 +1362,11 @@ def sync_directory(path: Path) -> None:
         os.close(file)
 
 
+def _close_all(files: Iterable[int]) -> None:
+    for file in files:
+        os.close(file)
+
+
 class Workspace:
     """The files below `root`, a real path, and below `scratch`, which commands in the sandbox see as /tmp.
 
@@ -1382,9 +1388,10 @@ class Workspace:
         own = [Path(os.path.realpath(path)) for path in (Path(__file__), *([policy] if policy else []))]
         self.protected = (*(root / name for name in PROTECTED), *own)
         self._known: dict[Path, bytes] = {}  # digest of each file as the model last read or wrote it
-        self._bases = {"workspace": os.open(root, ONLY_DIRECTORY), "outside": os.open("/", ONLY_DIRECTORY)}
-        if scratch:
-            self._bases["scratch"] = os.open(scratch, ONLY_DIRECTORY)
+        folders = {"workspace": root, "outside": Path("/")} | ({"scratch": scratch} if scratch else {})
+        self._bases = {zone: os.open(folder, ONLY_DIRECTORY) for zone, folder in folders.items()}
+        self.close = weakref.finalize(self, _close_all, [*self._bases.values()])
+        """Let go of the directories; no file can be opened after that."""
 
     def locate(self, path: str) -> Place:
         """The place that a path leads to, links resolved; raises ToolError for what is never opened."""
@@ -2577,11 +2584,13 @@ class Jobs:
         environ: Mapping[str, str],
         sandbox: Sandbox | None = None,
         folder: Path | None = None,
+        lock: int | None = None,
     ) -> None:
-        """`folder`: where whole outputs are kept; removed in the end. In the sandbox it is /tmp."""
+        """`folder`: where whole outputs are kept; removed in the end, its `lock` let go. In the sandbox it is /tmp."""
         self.workspace = workspace
         self.sandbox = sandbox
         self._folder = folder
+        self._lock = lock
         self.background: dict[int, Job] = {}
         self._environ = environ
         self._shell = find_program("bash", self._search_path(), workspace.root) or "/bin/sh"
@@ -2687,8 +2696,13 @@ class Jobs:
         for helper in filter(None, (self._holder, self._watcher)):
             helper.kill()
             helper.wait()
+            for pipe in filter(None, (helper.stdin, helper.stdout)):
+                pipe.close()
         if self._folder:
             shutil.rmtree(self._folder, ignore_errors=True)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
 
 # --- Evidence -------------------------------------------------------------------------------------
@@ -9138,6 +9152,7 @@ class Runtime:
     async def close(self) -> None:
         """End what runs in the background and let the session go."""
         await self.agent.context.jobs.close()
+        self.agent.context.workspace.close()
         self.session.close()
 
     def start(self, session: Session) -> None:
@@ -11473,10 +11488,10 @@ def confine(config: Config) -> tuple[Workspace, Jobs, Sandbox | None, list[str]]
     """
     state_dir, root, environ = config.state_dir, config.workspace, config.command_environment
     try:
-        scratch, _ = make_scratch(state_dir)  # the lock stays with this process
+        scratch, lock = make_scratch(state_dir)
     except OSError:  # the session says that it is not kept
         state_dir = Path(tempfile.mkdtemp(prefix="agent_state_"))
-        scratch, _ = make_scratch(state_dir)
+        scratch, lock = make_scratch(state_dir)
     notes = [
         f"{name} in the workspace is ignored: only your own {config.config_file} sets policy."
         for name in IGNORED_POLICY
@@ -11489,10 +11504,10 @@ def confine(config: Config) -> tuple[Workspace, Jobs, Sandbox | None, list[str]]
         if why_not and config.sandbox == "on":
             raise AgentError(f"the sandbox does not work here: {why_not}. --sandbox off runs without it.")
     if sandbox:
-        return sandbox.workspace, Jobs(sandbox.workspace, environ, sandbox, scratch), sandbox, notes
+        return sandbox.workspace, Jobs(sandbox.workspace, environ, sandbox, scratch, lock), sandbox, notes
     notes.append(f"NOT SANDBOXED ({why_not}): commands can do whatever you can do, so each one is asked for.")
     workspace = Workspace(root, None, config.home, state_dir, config.config_file)
-    return workspace, Jobs(workspace, environ, None, scratch), None, notes
+    return workspace, Jobs(workspace, environ, None, scratch, lock), None, notes
 
 
 def assemble(

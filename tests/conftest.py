@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 import signal
 import subprocess
@@ -28,6 +30,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if item not in left_out]
 
 
+def open_files() -> set[tuple[str, str]]:
+    """Each open file of this process: its number and where it leads."""
+    found = set()
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the listing's own is closed again
+            found.add((number, os.readlink(f"/proc/self/fd/{number}")))
+    return found
+
+
 @pytest.fixture(autouse=True)
 def private_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Move home, state, configuration and temporary folder into tmp_path; take keys and proxies away."""
@@ -45,6 +56,18 @@ def private_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         path.mkdir(parents=True, exist_ok=True)
         monkeypatch.setenv(name, str(path))
     monkeypatch.setattr("tempfile.tempdir", None)
+
+
+@pytest.fixture(autouse=True)
+def files_are_given_back() -> Iterator[None]:
+    """After every test, no more files are open than before it."""
+    before = open_files()
+    yield
+    left = open_files() - before
+    if left:
+        gc.collect()
+        left = open_files() - before
+    assert not left, left
 
 
 @pytest.fixture(autouse=True)

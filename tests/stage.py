@@ -127,6 +127,7 @@ def play_on_stage(
                         repl._leave(0)
                     await running
                     await runtime.close()
+                    await provider.close()
 
     asyncio.run(run())
     return paper

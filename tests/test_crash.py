@@ -67,9 +67,10 @@ class Victims:
 
     def close(self) -> None:
         """End the process that starts them."""
-        assert self._process.stdin
+        assert self._process.stdin and self._process.stdout
         self._process.stdin.close()
         self._process.wait()
+        self._process.stdout.close()
 
 
 @pytest.fixture

@@ -117,11 +117,9 @@ def play(case: Json, server: Serve, workspace: Path, messages: list[agent.Messag
                 await runtime.send("go on")
         finally:
             await provider.close()
+            await runtime.close()
 
-    try:
-        asyncio.run(turn())
-    finally:
-        runtime.session.close()
+    asyncio.run(turn())
     return Played(events, runtime.agent.messages, fake.requests, provider)
 
 

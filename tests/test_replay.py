@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
 import json
 import os
 from collections.abc import Callable
@@ -154,16 +156,19 @@ def test_a_later_program_with_other_descriptions_replays_an_earlier_log(
     conversation = converse(server(call("list_files"), text("ok")))
     conversation.send("go")
     log = log_of(conversation)
-    import dataclasses
-
     changed = tuple(dataclasses.replace(tool, description="Other words.") for tool in agent.TOOLS)
     monkeypatch.setattr(agent, "TOOLS", changed)
     (tmp_path / "fresh").mkdir()
     config = agent.load_config({"sandbox": "off"}, os.environ, tmp_path / "fresh")
     runtime, recording, _ = agent.build_replay(config, log, True, True)
-    import asyncio
 
-    assert "2 requests" in asyncio.run(agent.replay(runtime, recording))
+    async def replay() -> str:
+        try:
+            return await agent.replay(runtime, recording)
+        finally:
+            await runtime.close()
+
+    assert "2 requests" in asyncio.run(replay())
 
 
 def test_the_files_that_the_session_began_with_are_put_into_a_fresh_directory(

@@ -462,7 +462,8 @@ def test_the_program_in_the_workspace_is_protected(person: Person) -> None:
 
 @needs_bubblewrap
 def test_plan_mode_shows_the_workspace_read_only(workspace: Path, tmp_path: Path) -> None:
-    scratch, _ = agent.make_scratch(tmp_path / "state")
+    scratch, lock = agent.make_scratch(tmp_path / "state")
+    os.close(lock)
     opened = agent.Workspace(workspace, scratch, tmp_path, tmp_path / "state")
     sandbox, why_not = agent.probe_sandbox(opened, tmp_path / "state", os.environ["PATH"])
     if sandbox is None:
@@ -495,7 +496,8 @@ def test_the_probe_looks_at_effects(workspace: Path, tmp_path: Path, broken: str
         script += f"a.remove({broken!r})\n"
     (folder / "bwrap").write_text(script + f"os.execv({real!r}, [{real!r}, *a])\n")
     (folder / "bwrap").chmod(0o755)
-    scratch, _ = agent.make_scratch(tmp_path / "state")
+    scratch, lock = agent.make_scratch(tmp_path / "state")
+    os.close(lock)
     opened = agent.Workspace(workspace, scratch, tmp_path / "home", tmp_path / "state")
     sandbox, why_not = agent.probe_sandbox(opened, tmp_path / "state", f"{folder}:{os.environ['PATH']}")
     if reason:
@@ -506,7 +508,8 @@ def test_the_probe_looks_at_effects(workspace: Path, tmp_path: Path, broken: str
 
 
 def test_a_workspace_that_holds_the_home_directory_is_not_confined(tmp_path: Path) -> None:
-    scratch, _ = agent.make_scratch(tmp_path / "state")
+    scratch, lock = agent.make_scratch(tmp_path / "state")
+    os.close(lock)
     opened = agent.Workspace(tmp_path, scratch, tmp_path / "home", tmp_path / "state")
     sandbox, why_not = agent.probe_sandbox(opened, tmp_path / "state", os.environ["PATH"])
     assert sandbox is None
@@ -533,7 +536,8 @@ def test_programs_in_the_workspace_are_not_found(workspace: Path) -> None:
 def test_the_state_directory_is_private(workspace: Path, tmp_path: Path) -> None:
     old = os.umask(0)
     try:
-        scratch, _ = agent.make_scratch(tmp_path / "state")
+        scratch, lock = agent.make_scratch(tmp_path / "state")
+        os.close(lock)
     finally:
         os.umask(old)
     for folder in (tmp_path / "state", tmp_path / "state/tmp", scratch):

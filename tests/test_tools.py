@@ -55,8 +55,10 @@ class Tools:
 
 
 @pytest.fixture
-def tools(workspace: Path) -> Tools:
-    return Tools(workspace)
+def tools(workspace: Path) -> Iterator[Tools]:
+    tools = Tools(workspace)
+    yield tools
+    tools.workspace.close()
 
 
 # --- Writing ---
@@ -555,6 +557,7 @@ def shell(request: pytest.FixtureRequest, workspace: Path, tmp_path: Path) -> It
 
     yield run
     runner.run(jobs.close())
+    opened.close()
     runner.close()
 
 
