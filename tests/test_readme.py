@@ -58,7 +58,7 @@ STAND_INS = {
 PYTHON = """\
 case "$*" in
     "-m venv .venv") exit ;;                                  # the desk has one
-    "-m pytest"*) cd "{repository}" && exec "{python}" "$@" -q --collect-only ;;
+    "-m pytest"*) cd "{repository}" && exec "{python}" "$@" --collect-only tests/test_one_file.py ;;
     *" --local FILE.gguf"*) set -- agent.py --start_dir DIR ;;  # the scripted provider answers for the weights
     *"agent.py --local"*) shift 2; set -- agent.py "$@" ;;
     *" --local") set -- agent.py --start_dir DIR ;;
@@ -173,6 +173,15 @@ def test_a_command_of_the_readme_works(command: str, desk: Path) -> None:
         (log,) = Path(os.environ["XDG_STATE_HOME"]).glob("agent/sessions/*/*.jsonl")
         (desk / "LOG").symlink_to(log)
     run(command, desk)
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["pip install something", ".venv/bin/pip download .", "sudo rm x", "uv tool list", "vllm serve", "agent --no"],
+)
+def test_a_stand_in_refuses_what_the_readme_has_not(line: str, desk: Path) -> None:
+    with pytest.raises(AssertionError):
+        run(line, desk)
 
 
 def test_what_is_run_elsewhere_is_run_there() -> None:

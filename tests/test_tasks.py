@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,6 +17,8 @@ from conftest import REPOSITORY
 from fake_replies import Reply, call, forever, hang, text
 from fake_server import FakeServer
 from request_rules import Request
+
+import agent
 
 TASKS = REPOSITORY / "tests/tasks"
 sys.path.append(str(TASKS))
@@ -54,6 +58,14 @@ def test_there_are_twelve_and_the_readme_names_each() -> None:
     assert len(ALL) == 12
     readme = (TASKS / "README.md").read_text()
     assert [name for name in ALL if f"| `{name}` |" not in readme] == []
+
+
+def test_the_command_lines_of_its_readme_are_understood() -> None:
+    lines = re.findall(r"^python tests/tasks/run.py(.*)$", (TASKS / "README.md").read_text(), re.MULTILINE)
+    assert len(lines) == 3
+    for line in lines:
+        options = runner.parse_options(shlex.split(line, comments=True), list(ALL))
+        agent.build_parser().parse_args(options.agent)
 
 
 def tasks(*argv: str | Path, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
@@ -112,10 +124,10 @@ def test_the_table_sums_up_several_runs() -> None:
 def test_a_run_that_takes_too_long_is_ended(server: Serve, tmp_path: Path) -> None:
     fake, report = server(hang()), tmp_path / "report.json"
     options = ("--base_url", fake.base_url)
-    done = tasks("--only", "find", "--limit", "4", "--json", report, "--", *options, env=fake.env)
+    done = tasks("--only", "find", "--limit", "2", "--json", report, "--", *options, env=fake.env)
     assert done.returncode == 0, done.stderr
     [row] = json.loads(report.read_text())
-    assert (row["solved"], row["why"]) == (False, "not done after 4 s; there is no found.txt")
+    assert (row["solved"], row["why"]) == (False, "not done after 2 s; there is no found.txt")
 
 
 def test_an_agent_that_cannot_start_is_reported(server: Serve, tmp_path: Path) -> None:
