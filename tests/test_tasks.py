@@ -54,6 +54,22 @@ def test_a_likely_wrong_solution_does_not(name: str, mistake: str, workspace: Pa
     assert runner.judge(ALL[name], workspace, answer)
 
 
+@pytest.mark.parametrize("content", [None, b"\x00\xff not text", b"import os\n"])
+@pytest.mark.parametrize("name", ALL)
+def test_a_ruined_workspace_is_judged_too(name: str, content: bytes | None, workspace: Path) -> None:
+    """Files that are gone, that are no text, or that hold something else: a reason, and no traceback."""
+    for file in (ALL[name].start | ALL[name].solution) if content is not None else ():
+        (workspace / file).parent.mkdir(parents=True, exist_ok=True)
+        (workspace / file).write_bytes(content or b"")
+    assert runner.judge(ALL[name], workspace, "Done.")
+
+
+def test_everything_in_one_file_is_no_renaming(workspace: Path) -> None:
+    main = "print('net 250\\ntax 47\\nsum 297\\nagain 250')\n"
+    runner.write_files(workspace, {"main.py": main})
+    assert runner.judge(ALL["rename"], workspace, "") == "prices.py does not define total_price and calculate_tax"
+
+
 def test_there_are_twelve_and_the_readme_names_each() -> None:
     assert len(ALL) == 12
     readme = (TASKS / "README.md").read_text()
