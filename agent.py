@@ -5024,6 +5024,8 @@ class Course:
         self.same_failures = 0
         self.is_refused = False  # the last write was
         self.is_listed = self.has_run = self.is_unchecked = self.is_failing = self.is_unchanged = False
+        self.is_repeated = False  # the last call was made before, and nothing has changed since
+        self._made: set[str] = set()  # the calls since the last change
         self.suspects: list[str] = []
 
     @property
@@ -5076,6 +5078,11 @@ class Course:
         path = str(arguments.get("path", "")).removeprefix("./")
         shown = {name: value for name, value in arguments.items() if name != "content"}
         self._say("assistant", _compact({"thought": thought, "tool": call.name, "arguments": shown}))
+        made = f"{call.name} {_compact(arguments)}"
+        self.is_repeated = made in self._made
+        if call.name == "write_to_file" and not self.is_repeated:
+            self._made.clear()
+        self._made.add(made)
         content = str(arguments.get("content", ""))
         if "content" in arguments:
             self._say("user", self.content_request(path))
@@ -5216,7 +5223,9 @@ class Course:
             return f"It failed. What is wrong in {self.suspects[0]}? Say it in the thought, then write it corrected."
         if self.last == "run_shell_command" and self.wrote:
             return "If all that was asked is done, answer: what was made, and what the check showed."
-        return "" if self.wrote or self.last == "run_shell_command" else "Nothing has been changed yet."
+        if self.wrote:
+            return "If all that was asked is done, answer: what was made."
+        return "" if self.last == "run_shell_command" else f"Nothing has been changed yet. The task: {self.prompt}"
 
     def schema(self) -> dict[str, Any]:
         """The JSON schema of the next reply: one object for each tool that makes sense now, one for the answer."""
@@ -5244,7 +5253,7 @@ class Course:
         writing = {"write_to_file": {"path": {"type": "string"}}}
         running = {"run_shell_command": {"command": {"type": "string"}}}
         if self.kind == "question":
-            return looking | ({} if self.has_run else running), True
+            return {} if self.is_repeated else looking | ({} if self.has_run else running), True
         if self.kind == "plan":
             if PLAN_FILE in self.wrote:
                 return {}, True
@@ -5261,6 +5270,10 @@ class Course:
             return {} if self.mends > MAX_MENDS else {"write_to_file": {"path": _one_of(self.suspects[:1])}}, False
         if PLAN_FILE in self.texts and not self.asked and self.wrote and self.last == "run_shell_command":
             return {}, True  # the plan is carried out and checked
+        if self.is_repeated:  # it would go on like that
+            return ({}, True) if self.wrote else (writing, False)
+        if self.asked and not self.wrote and not set(self.asked) - set(self.texts) - self.absent:
+            looking = {}
         return looking | writing | running, bool(self.wrote) or self.last == "run_shell_command" or self.looks > 3
 
 

@@ -164,6 +164,21 @@ def test_work_needs_more_than_words() -> None:
     assert "answer" in choices(course(*looked, *wrote("calc.py"), *ran(0)))
 
 
+def test_what_was_done_already_is_not_done_once_more() -> None:
+    """A small model goes on as it began: the next reply must be another one."""
+    prompt = agent.user_message("Set the port in shop.toml to 1.")
+    read = [prompt, *done("read_from_file", "port = 2", path="shop.toml")]
+    assert set(choices(course(*read))) == {"write_to_file", "run_shell_command"}, "all that is named was read"
+    cat = done("run_shell_command", "port = 2\n[exit code 0, 0.1 s]", command="cat shop.toml")
+    assert "run_shell_command" in choices(course(*read, *cat))
+    assert set(choices(course(*read, *cat, *cat))) == {"write_to_file"}
+    once = [*read, *wrote("shop.toml", "port = 1\n")]
+    assert {"write_to_file", "answer"} <= set(choices(course(*once)))
+    assert "answer" in course(*once).sent[-1]["content"]
+    assert set(choices(course(*once, *wrote("shop.toml", "port = 1\n")))) == {"answer"}
+    assert "write_to_file" in choices(course(*once, *wrote("shop.toml", "port = 3\n")))
+
+
 def test_the_same_file_is_not_read_twice() -> None:
     prompt = agent.user_message("Fix the bug in calc.py.")
     assert choices(course(prompt))["read_from_file"]["path"]["enum"] == ["calc.py"]
@@ -383,7 +398,7 @@ def test_a_file_is_asked_for_as_a_code_block(server: Server, converse: Converse,
 def test_a_mend_on_a_fresh_page_is_not_taken_for_a_server_that_drops_the_front(
     server: Server, converse: Converse, workspace: Path
 ) -> None:
-    code = "import sys\n" + "# what a program says of itself\n" * 40
+    code = "import sys\n" + "# what a program says of itself\n" * 50
     fake = server(
         call("list_files"),
         call("write_to_file", path="a.py"),
