@@ -3748,13 +3748,7 @@ class Approvals:
 
 # --- Provider: errors -----------------------------------------------------------------------------
 # What went wrong with a request, judged by what the server says and not by its status alone: the same overflow
-# comes as 200, 400, 402, 413, 422, 429, 500 or 503. The tables hold texts of real services; a comment says whose.
-
-MAX_WAIT_S = 120  # a server that asks for a longer wait ends the turn with the time at which it says to come back
-MAX_ADAPTATIONS = 4  # per request; each takes away something that was not taken away before
-MAX_MODEL_FAULTS = 2  # how often a request is repeated because the model's reply was unusable
-CONNECT_ATTEMPTS = 3
-LOADING_ATTEMPTS, LOADING_DELAY_S = 100, 3.0  # a local server that loads its model says so for minutes
+# comes as 200, 400, 402, 413, 422, 429, 500 or 503. The patterns hold texts of real services; a comment says whose.
 
 # the keys of an error body that hold the server's own words: to be shown, or only to be matched
 SAID_KEYS = (
@@ -3762,54 +3756,44 @@ SAID_KEYS = (
 )  # fmt: skip
 TEXT_KEYS = (*SAID_KEYS, "code", "type", "status", "violations", "quotaId", "quotaMetric", "retryDelay", "error_type")
 
-OVERFLOW = (
+# a number that a group finds is the context window in tokens
+OVERFLOW = "|".join((
     r"context_length_exceeded|model_max_prompt_tokens_exceeded|exceed_context_size|model_context_(?:window_)?exceeded",
     r"ContextWindowExceededError|prompt_too_long|request_too_large",
-    r"maximum context length|context size has been exceeded|max context length",  # OpenAI, vLLM, Mistral; llama.cpp
-    r"prompt is too long|prompt too long|input is too long|prompt exceeds max length",  # Anthropic, Bedrock, Zhipu
-    r"exceeds? (?:the )?(?:available |model'?s? )?context|exceeds? context limit|context window",
-    r"input token count .{0,40}exceeds|token count .{0,40}exceeds the limit",  # Gemini, Copilot
-    r"reduce the length of the (?:messages|input|prompt)|maximum prompt length is",  # Groq, Cerebras; xAI
-    r"longer than the model'?s context|max_new_tokens. must be <=",  # Together, SGLang; TGI
-    r"greater than the context length|tokens to keep from the initial prompt|keep the first \d+ tokens",  # LM Studio
-    r"range of input length should be|prompt tokens limit exceeded|token limit: \d+ \(requested",  # Qwen, OpenRouter
-    r"request too large|\(2013\)",  # OpenAI's and Groq's lowest tiers; MiniMax
-    r"must have less than \d+ tokens|too many tokens: |longer than the maximum model length",  # TGI, Cohere, vLLM
-    r"exceeds? maximum input length|input tokens exceed",  # DeepInfra; OpenAI and Azure, gpt-5
-)
-LIMITS = (
-    r"maximum context length (?:is|of) (\d+)",  # OpenAI, DeepSeek, OpenRouter, vLLM, LiteLLM
-    r"tokens > (\d+) maximum",  # Anthropic
-    r"exceed context limit: \d+ \+ \d+ > (\d+)",  # Anthropic, Bedrock
-    r"maximum number of tokens allowed \((\d+)\)",  # Gemini
+    r"max(?:imum)? context length(?:(?: is| of|:) (\d+))?",  # OpenAI, DeepSeek, OpenRouter, vLLM, LiteLLM, Fireworks
     r"with (\d+) maximum context length",  # Mistral
-    r"context length \((\d+) tokens\)",  # Together, SGLang
-    r"maximum context length: (\d+)",  # Fireworks
-    r"must be <= (\d+)\. Given",  # TGI
-    r"n_ctx\W{1,4}(\d+)",  # llama.cpp, LM Studio
-    r"context length of only (\d+)",  # LM Studio
-    r"available context size \((\d+) tokens\)",  # llama.cpp
-    r"maximum prompt length is (\d+)",  # xAI
-    r"while limit is (\d+)",  # Cerebras
-    r"input length should be \[1, (\d+)\]",  # Qwen
-    r"token limit: (\d+)",  # Kimi
-    r"exceeds the limit of (\d+)",  # Copilot
-    r"tokens limit exceeded: \d+ > (\d+)",  # OpenRouter
-    r"must have less than (\d+) tokens|tokens in the prompt cannot exceed (\d+)",  # TGI, Cohere
-    r"maximum model length of (\d+)|maximum input length (\d+)|configured limit of (\d+)",  # vLLM, DeepInfra, Azure
-    r"Limit:? (\d+), (?:Used:? \d+, )?Requested",  # Groq, OpenAI: tokens in a minute, which bound one request too
-)
+    r"tokens > (\d+) maximum|exceeds? context limit(?:: \d+ \+ \d+ > (\d+))?",  # Anthropic, Bedrock
+    r"prompt (?:is )?too long|input is too long|prompt exceeds max length",  # Anthropic, Bedrock, Zhipu
+    r"context size has been exceeded|available context size(?: \((\d+) tokens\))?",  # llama.cpp
+    r"tokens to keep from the initial prompt|keep the first \d+ tokens",  # LM Studio
+    r"n_keep: \d+ >= n_ctx: (\d+)|context length of only (\d+)|greater than the context length",  # LM Studio
+    r"exceeds? (?:the )?(?:available |model'?s? )?context|context window",
+    r"input token count .{0,40}exceeds(?: the maximum number of tokens allowed \((\d+)\))?",  # Gemini
+    r"token count .{0,40}exceeds the limit(?: of (\d+))?",  # Copilot
+    r"reduce the length of the (?:messages|input|prompt)|current length is \d+ while limit is (\d+)",  # Groq, Cerebras
+    r"maximum prompt length is(?: (\d+))?",  # xAI
+    r"longer than the model'?s context(?: length \((\d+) tokens\))?",  # Together, SGLang
+    r"max_new_tokens. must be <=(?: (\d+)\. Given)?|must have less than (\d+) tokens",  # TGI
+    r"range of input length should be(?: \[1, (\d+)\])?|token limit: (\d+) \(requested",  # Qwen, Kimi
+    r"prompt tokens limit exceeded(?:: \d+ > (\d+))?",  # OpenRouter
+    r"too many tokens: |tokens in the prompt cannot exceed (\d+)",  # Cohere
+    r"longer than the maximum model length(?: of (\d+))?|exceeds? maximum input length(?: (\d+))?",  # vLLM, DeepInfra
+    r"input tokens exceed(?: the configured limit of (\d+))?",  # OpenAI and Azure, gpt-5
+    r"request too large|\(2013\)",  # OpenAI's and Groq's lowest tiers; MiniMax
+))  # fmt: skip
+# OpenAI, Groq: tokens in a minute, which bound one request too
+ALLOWANCE = r"Limit:? (?P<limit>\d+), (?:Used:? \d+, )?Requested:? (?P<asked>\d+)"
 # the same thing said by services that are not known yet
 LIKE_OVERFLOW = (
     r"(?:input|prompt|context|conversation|messages?).{0,60}(?:exceed|too (?:long|large)|longer than|larger than)"
 )
 NOT_OVERFLOW = r"string too long|too many tokens, please wait|throttl"  # LiteLLM on a long id; Bedrock gateways
 QUOTA = (
-    r"insufficient_quota|insufficient balance|insufficient credits?|credit balance|budget has been exceeded",
-    r"exceeded your current (?:token )?quota|exceeded_current_quota|check your (?:plan and )?billing|can only afford",
-    r"requires more credits|out of (?:credits?|funds)|insufficient funds|payment required|billing_hard_limit"
-    r"|(?:usage|spend(?:ing)?) limit|quota exceeded|PerDay|limit: 0\b",
-    r"account .{0,20}(?:suspended|arrears)|arrearage|good standing|余额不足|欠费",
+    r"insufficient_quota|insufficient balance|insufficient credits?|credit balance|budget has been exceeded"
+    r"|exceeded your current (?:token )?quota|exceeded_current_quota|check your (?:plan and )?billing|can only afford"
+    r"|requires more credits|out of (?:credits?|funds)|insufficient funds|payment required|billing_hard_limit"
+    r"|(?:usage|spend(?:ing)?) limit|quota exceeded|PerDay|limit: 0\b"
+    r"|account .{0,20}(?:suspended|arrears)|arrearage|good standing|余额不足|欠费"
 )
 MINUTE_QUOTA = r"PerMinute|per minute"  # Gemini calls a rate limit by the minute a quota
 NO_WAIT_HELPS = r"PerDay|limit: 0\b"
@@ -3821,13 +3805,12 @@ NO_MODEL = (
     r"model_not_found|(?:model|deployment)s?\b.{0,80}(?:not exist|not found|not available|decommissioned)"
     r"|(?:no such|unknown|invalid) model|not a valid model|no endpoints found for|^model: "
 )
-NO_ENDPOINT = r"page not found|unexpected endpoint|unknown (?:request )?url|no route|cannot post|^not found$|not found"
+NO_ENDPOINT = r"page not found|unexpected endpoint|unknown (?:request )?url|no route|cannot post|not found"
 FILTERED = r"content_filter|content management policy|content policy|safety (?:system|filter)|data_inspection_failed"
 NO_TOOLS = (
     r"does not support (?:tools|tool use|function calling)|enable-auto-tool-choice|support tool use"
     r"|tools? (?:is|are) not supported|tool calling is not supported"
 )
-LOADING = r"loading model|model is (?:still )?loading|currently loading"  # llama.cpp, llama-swap; Hugging Face
 BUSY = (
     r"overloaded|temporarily|try again (?:later|in \d)|rate.?limit|too many requests|throttl|please wait|capacity"
     r"|no deployments available|server is busy|upstream connect error|insufficient_system_resource|unavailable"
@@ -3844,23 +3827,18 @@ MODEL_FAULT = (
 )
 
 
-def says(patterns: str | Sequence[str], text: str) -> re.Match[str] | None:
-    """The first match of the patterns in the text, whatever the case."""
-    for pattern in (patterns,) if isinstance(patterns, str) else patterns:
-        if found := re.search(pattern, text, re.IGNORECASE):
-            return found
-    return None
+def says(pattern: str, text: str) -> re.Match[str] | None:
+    """The first match of the pattern in the text, whatever the case."""
+    return re.search(pattern, text, re.IGNORECASE)
 
 
 def seconds_in(text: str) -> float | None:
     """A duration such as "20", "1.2s", "600ms", "6m0s" or "1h2m" in seconds; None for anything else."""
-    found = re.fullmatch(r"\s*(?:(\d+)h)?(?:(\d+)m(?!s))?(?:([\d.]+)(ms|s|))?\s*", text)
+    found = re.fullmatch(r"\s*(?:(\d+)h)?(?:(\d+)m(?!s))?(?:(\d+\.?\d*|\.\d+)(ms|s|))?\s*", text)
     if not found or not any(found.groups()[:3]):
         return None
     hours, minutes, rest, unit = found.groups()
-    with contextlib.suppress(ValueError):
-        return int(hours or 0) * 3600 + int(minutes or 0) * 60 + float(rest or 0) / (1000 if unit == "ms" else 1)
-    return None
+    return int(hours or 0) * 3600 + int(minutes or 0) * 60 + float(rest or 0) / (1000 if unit == "ms" else 1)
 
 
 def retry_after(headers: Mapping[str, str], text: str = "") -> float | None:
@@ -3886,7 +3864,8 @@ class Failure:
     """What an answer says went wrong.
 
     `text` is all that may be matched, `said` what a user should read of it, `names` the request's parameters that
-    it names, `generated` what the model had written when the server could not read it.
+    it names, `generated` what the model had written when the server could not read it, `retry` the server's own
+    word on whether to try again.
     """
 
     text: str
@@ -3895,6 +3874,11 @@ class Failure:
     names: frozenset[str] = frozenset()
     wait_s: float | None = None
     generated: str = ""
+    retry: bool | None = None
+
+
+# what no server says
+TIMED_OUT, BROKEN_OFF, NO_CONNECTION = "timed out", "broken off", "no connection"
 
 
 class Failed(Exception):
@@ -3915,7 +3899,7 @@ def _collect(value: Any, key: str, found: list[tuple[str, str]]) -> None:
             if name in TEXT_KEYS:
                 _collect(inner, name, found)
             elif name == "n_ctx":
-                found.append((name, f"n_ctx: {inner}"))
+                found.append((name, f"available context size ({inner} tokens)"))  # llama.cpp
     elif isinstance(value, list):
         for inner in value[:20]:
             _collect(inner, key, found)
@@ -3965,9 +3949,11 @@ def read_failure(body: Any, status: int = 0, headers: Mapping[str, str] | None =
     said = "; ".join(dict.fromkeys(text for key, text in found if key in SAID_KEYS and not text.isdigit()))
     inner = body.get("error") if isinstance(body, dict) else None
     generated = inner.get("failed_generation") if isinstance(inner, dict) else None
+    headers = headers or {}
     return Failure(
-        text, one_line(said or text, 300), status or _status_in(body), _named(body, text),
-        retry_after(headers or {}, text), generated if isinstance(generated, str) else "",
+        text, one_line(said or text, 300), status or _status_in(body), _named(body, text), retry_after(headers, text),
+        generated if isinstance(generated, str) else "",
+        {"true": True, "false": False}.get(headers.get("x-should-retry", "")),
     )  # fmt: skip
 
 
@@ -3977,66 +3963,78 @@ class ModelFault(ProviderError):
 
 def learned_limit(text: str) -> int | None:
     """The context window that an overflow's text names, in tokens; never a difference or an error code."""
-    found = says(LIMITS, text)
-    limit = int(next(filter(None, found.groups()))) if found else 0
+    allowance = says(ALLOWANCE, text)
+    named = [group for found in re.finditer(OVERFLOW, text, re.IGNORECASE) for group in found.groups() if group]
+    limit = int([*named, allowance["limit"] if allowance else 0][0])
     return limit if limit >= 1024 else None
 
 
 def _is_overflow(failure: Failure, size: int) -> bool:
     """Whether the request was too long; `size` is that of its body in bytes."""
-    if says(NOT_OVERFLOW, failure.text):
+    text, status = failure.text, failure.status
+    if says(NOT_OVERFLOW, text):
         return False
-    if found := says(r"Limit:? (\d+), (?:Used:? \d+, )?Requested:? (\d+)", failure.text):
-        return int(found[2]) > int(found[1])  # waiting never helps: one request is larger than a minute's allowance
-    if says(OVERFLOW, failure.text):
+    if allowance := says(ALLOWANCE, text):
+        return int(allowance["asked"]) > int(allowance["limit"])  # no wait helps: it is more than a minute's allowance
+    if says(OVERFLOW, text):
         return True
-    if failure.status in (400, 413, 422, 500) and says(r"token|length|context", failure.text):
-        return bool(says(LIKE_OVERFLOW, failure.text)) and not says(r"completion tokens|max_tokens", failure.text)
-    return failure.status == 413 or (failure.status == 400 and not failure.text and size > 20_000)
+    if status in (400, 413, 422, 500) and says(r"token|length|context", text):
+        return bool(says(LIKE_OVERFLOW, text)) and not says(r"completion tokens|max_tokens", text)
+    return status == 413 or (status == 400 and not text and size > 20_000)
 
 
-def _refused(where: str, said: str, status: int) -> ProviderError:
-    return ProviderError(f"{where} refused the request ({said or f'HTTP {status}'}). Try another model or --api.")
-
-
-def classify(failure: Failure, where: str, model: str, size: int = 0) -> ProviderError:
-    """The error for the user that a failure means, and whether a later try may succeed.
-
-    `where` is the server's address, `size` the request's in bytes. Text beats status; throttling comes before
-    overflow, and what looks like an accident but is a fault of the request is not tried again.
-    """
-    text, status, said = failure.text, failure.status, failure.said.rstrip(" .")
-    is_rate = says(MINUTE_QUOTA, text) and not says(NO_WAIT_HELPS, text)
+def _verdict(failure: Failure, where: str, model: str, size: int) -> ProviderError:
+    """`classify`, whatever the server says about another try."""
+    text, status = failure.text, failure.status
+    said = failure.said.rstrip(" .") or f"HTTP {status}"
+    if text in (TIMED_OUT, BROKEN_OFF):
+        return ProviderError(f"{where}: {said}", True)
+    if text == NO_CONNECTION and says(r"certificate|SSL", said):
+        hint = "Set SSL_CERT_FILE to the file with your organisation's certificates, or check the address."
+        return ProviderError(f"no trusted connection to {where} ({said}). {hint}")
+    if text == NO_CONNECTION:
+        return ProviderError(f"cannot reach {where} ({said})", True)
     if _is_overflow(failure, size):
-        return ContextOverflow(f"{where}: the request is too long ({said or f'HTTP {status}'})", learned_limit(text))
-    if says(QUOTA, text) and not is_rate:
+        return ContextOverflow(f"{where}: the request is too long ({said})", learned_limit(text))
+    if says(QUOTA, text) and not (says(MINUTE_QUOTA, text) and not says(NO_WAIT_HELPS, text)):
         return ProviderError(f"{where}: no quota or credit is left ({said}). Top it up, or choose another model.")
     if says(MODEL_FAULT, text):
-        return ModelFault(f"{where} could not read what the model wrote ({said})", retryable=True)
+        return ModelFault(f"{where} could not read what the model wrote ({said})", True)
     if says(FILTERED, text):
         return ProviderError(f"{where} filtered this by its content policy ({said}). Put the request in other words.")
     if status == 401 or says(KEY, text):
-        return ProviderError(f"{where} refused the key ({said or 'HTTP 401'}). Check OPENAI_API_KEY.")
+        return ProviderError(f"{where} refused the key ({said}). Check OPENAI_API_KEY.")
     if says(NO_TOOLS, text):
         hint = "Try --api json, another model, or the server's switch for tool calls."
         return ProviderError(f"{model} on {where} does not call tools ({said}). {hint}")
     if status in (400, 404, 410) and says(NO_MODEL, text):
         return ProviderError(f"{where} has no model {model} ({said}). Choose another with --model or /model.")
     if status in (404, 405) or (status < 400 and says(NO_ENDPOINT, text)):
-        return ProviderError(
-            f"{where} is no API endpoint ({said or f'HTTP {status}'}). Check --base-url: most end in /v1."
-        )
+        return ProviderError(f"{where} is no API endpoint ({said}). Check --base-url: most end in /v1.")
     if status == 402:
-        return ProviderError(f"{where} asks for payment ({said or 'HTTP 402'}). Check the account.")
-    if status == 403 and not says(BUSY, text):
+        return ProviderError(f"{where} asks for payment ({said}). Check the account.")
+    is_busy, is_passing = bool(says(BUSY, text)), status in (408, 409, 425, 429, 498)
+    if status == 403 and not is_busy:
         hint = "Check what the key may do, your region, and any proxy in between."
-        return ProviderError(f"{where} refused access ({said or 'HTTP 403'}). {hint}")
-    if says(REQUEST_FAULT, text) and not says(BUSY, text) and status not in (408, 409, 425, 429, 498):
-        return _refused(where, said, status)
-    if status in (0, 408, 409, 425, 429, 498, 499) or status >= 500 or says(BUSY, text):
+        return ProviderError(f"{where} refused access ({said}). {hint}")
+    is_refused = says(REQUEST_FAULT, text) and not is_busy and not is_passing
+    if not is_refused and (is_busy or is_passing or status in (0, 499) or status >= 500):
         kind = "limits the rate of requests" if status == 429 else "is not able to answer now"
-        return ProviderError(f"{where} {kind} ({said or f'HTTP {status}'})", True, failure.wait_s)
-    return _refused(where, said, status)
+        return ProviderError(f"{where} {kind} ({said})", True, failure.wait_s)
+    return ProviderError(f"{where} refused the request ({said}). Try another model or --api.")
+
+
+def classify(failure: Failure, where: str, model: str, size: int = 0) -> ProviderError:
+    """The error for the user that a failure means, and whether a later try may succeed.
+
+    `where` is the server's address, `size` the request's in bytes. Text beats status; throttling comes before
+    overflow, and what looks like an accident but is a fault of the request is not tried again. Where another try
+    would be the same request, the server's own word on it counts.
+    """
+    error = _verdict(failure, where, model, size)
+    if failure.retry is not None and type(error) is ProviderError:
+        error.retryable, error.retry_after_s = failure.retry, failure.wait_s if failure.retry else None
+    return error
 
 
 def backoff(attempt: int, retry_after_s: float | None, chance: float) -> float:
@@ -5361,6 +5359,12 @@ OPENAI_URL = "https://api.openai.com/v1"
 DEFAULT_MODEL = "gpt-4.1"
 PROXY_VARIABLES = ("HTTPS_PROXY", "https_proxy", "HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy")
 SILENT_THINKING_S = 600  # how long a model may think without a word, and keep-alives may come without an event
+MAX_WAIT_S = 120  # a server that asks for a longer wait ends the turn with the time at which it says to come back
+MAX_ADAPTATIONS = 4  # per request; each takes away something that was not taken away before
+MAX_MODEL_FAULTS = 2  # how often a request is repeated because the model's reply was unusable
+CONNECT_ATTEMPTS = 3
+LOADING_ATTEMPTS, LOADING_DELAY_S = 100, 3.0  # a local server that loads its model says so for minutes
+LOADING = r"loading model|model is (?:still )?loading|currently loading"  # llama.cpp, llama-swap; Hugging Face
 AFTER_FINISH_S = 5.0  # how long to wait for the rest, such as the usage, when the answer is complete already
 
 
@@ -5487,7 +5491,7 @@ def failure_of(error: Exception, limit_s: float, has_begun: bool) -> Failure:
         return error.failure
     is_late = isinstance(error, TimeoutError | openai.APITimeoutError)
     if is_late and not isinstance(error.__cause__, httpx2.ConnectTimeout):
-        return Failure("timeout", f"no output for {limit_s:g} s")
+        return Failure(TIMED_OUT, f"the model produced no output for {limit_s:g} s")
     if isinstance(error, openai.APIStatusError):
         text = error.response.text
         with contextlib.suppress(ValueError, RecursionError):
@@ -5500,21 +5504,8 @@ def failure_of(error: Exception, limit_s: float, has_begun: bool) -> Failure:
         cause = cause.__cause__ or cause.__context__ or cause
     number = cause.errno or 0 if isinstance(cause, OSError) else 0  # 1 and below are TLS and name lookup
     reason = os.strerror(number) if number > 1 else re.sub(r"\[Errno -?\d+\] ", "", str(cause))
-    return Failure("broke off" if has_begun else "no connection", one_line(reason or type(cause).__name__, 200))
-
-
-def explain(failure: Failure, base_url: str, model: str, size: int) -> ProviderError:
-    """`classify`, and the errors that come from no server."""
-    if failure.text == "timeout":
-        return ProviderError(f"{base_url}: the model produced {failure.said}", True)
-    if failure.text == "broke off":
-        return ProviderError(f"{base_url}: the connection broke off ({failure.said})", True)
-    if failure.text != "no connection":
-        return classify(failure, base_url, model, size)
-    if says(r"certificate|SSL", failure.said):
-        hint = "Set SSL_CERT_FILE to the file with your organisation's certificates, or check the address."
-        return ProviderError(f"no trusted connection to {base_url} ({failure.said}). {hint}")
-    return ProviderError(f"cannot reach {base_url} ({failure.said})", True)
+    reason = one_line(reason or type(cause).__name__, 200)
+    return Failure(BROKEN_OFF, f"the connection broke off ({reason})") if has_begun else Failure(NO_CONNECTION, reason)
 
 
 def joined(deltas: Sequence[Delta]) -> list[Delta]:
@@ -5794,7 +5785,7 @@ class HttpProvider:
 
     async def _after(self, failure: Failure, tries: Tries, body: dict[str, Any], size: int) -> Retry | Adapted | Reply:
         """What to do after a failure: ask differently, wait, or hand on; raises ProviderError when nothing helps."""
-        error = explain(failure, self.base_url, self.model, size)
+        error = classify(failure, self.base_url, self.model, size)
         adaptation, wires = self.adaptation, tuple(WIRE_OF) if self.config.api == "auto" else ()
         if isinstance(error, ContextOverflow) and error.limit and error.limit < (self.context_window or sys.maxsize):
             self._remember(dataclasses.replace(adaptation, window=error.limit))
@@ -5820,11 +5811,11 @@ class HttpProvider:
         """The wait before the next try; raises the error when there were enough, or the wait is too long."""
         loading = bool(says(LOADING, failure.text))
         most = LOADING_ATTEMPTS if loading else self.config.max_attempts
-        if failure.text == "no connection":
+        if failure.text == NO_CONNECTION:
             most = min(most, CONNECT_ATTEMPTS)
         if tries.attempts >= most:
             hint = ""
-            if failure.text == "no connection":
+            if failure.text == NO_CONNECTION:
                 proxied = not is_loopback(self.base_url) and any(map(self.config.environ.get, PROXY_VARIABLES))
                 hint = " Is the proxy right that your environment names?" if proxied else " Is the server running?"
             raise ProviderError(f"{error}. Gave up after {tries.attempts} tries.{hint}", True)
