@@ -4123,6 +4123,11 @@ def adapt(
     `body` is the refused request on `wire`; `wires` are those that may be switched to; `has_v1`: the base URL names
     a version. Every change takes away something that was not taken away before.
     """
+
+    def flagged(flag: str, what: str, *without: str) -> tuple[Adaptation, str]:
+        cleared = {flag.removeprefix("no_"), f"no_{flag}", *without}
+        return dataclasses.replace(adaptation, flags=adaptation.flags - cleared | {flag}), what
+
     room = _more_room(failure, body)
     if room and (adaptation.max_tokens is None or room < adaptation.max_tokens):
         return dataclasses.replace(adaptation, max_tokens=room), f"replies are limited to {room} tokens"
@@ -4132,15 +4137,12 @@ def adapt(
         is_useless = switch in WIRES and (switch not in wires or f"no_{switch}" in adaptation.flags)
         if not fits or is_useless or (flag == "v1" and has_v1):
             continue
-        opposite = {flag.removeprefix("no_"), "no_" + flag}
-        return dataclasses.replace(adaptation, flags=adaptation.flags - opposite | {flag}), what
+        return flagged(flag, what)
     if wire == "json" and "chat" in wires and says(r"response_format|json_schema|grammar", failure.text):
-        flags = adaptation.flags - {"json", "json_guess"} | {"no_json"}
-        return dataclasses.replace(adaptation, flags=flags), "its replies are not bound to a schema any more"
+        return flagged("no_json", "its replies are not bound to a schema any more", "json_guess")
     is_missing = failure.status in (404, 405, 501) and not says(NO_MODEL, failure.text)
     if wire == "responses" and "chat" in wires and is_missing:
-        flags = adaptation.flags - {"responses"} | {"chat"}
-        return dataclasses.replace(adaptation, flags=flags), "this server is asked through Chat Completions from now on"
+        return flagged("chat", "this server is asked through Chat Completions from now on", "responses")
     refused = [name for name in body if name not in FIXED and name in {n.split(".")[0] for n in failure.names}]
     if refused and failure.status in (0, 400, 404, 422, 500):
         dropped = adaptation.dropped | set(refused)
@@ -4161,26 +4163,43 @@ def adapted_body(body: dict[str, Any], adaptation: Adaptation) -> dict[str, Any]
     return body
 
 
-class AdaptationFile:
-    """The adaptations on disk, one per (base URL, model); a file that cannot be read or written is no error."""
+class JsonFile:
+    """A JSON object on disk, by keys; a file that cannot be read or written is no error."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._known: dict[str, Adaptation] = {}
 
-    def _read(self) -> dict[str, Any]:
+    def read(self) -> dict[str, Any]:
+        """What the file holds, {} when that is no JSON object."""
         try:
             entries = json.loads(self.path.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return {}
         return entries if isinstance(entries, dict) else {}
 
+    def put(self, key: str, value: Any) -> None:
+        """Set one key, on disk and at once."""
+        with contextlib.suppress(OSError):
+            self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            handle, temporary = tempfile.mkstemp(dir=self.path.parent, prefix=f".{self.path.stem}-")  # mode 0600
+            with open(handle, "w", encoding="utf-8") as file:
+                json.dump(self.read() | {key: value}, file, indent=1)
+            os.replace(temporary, self.path)
+
+
+class AdaptationFile(JsonFile):
+    """The adaptations on disk, one per (base URL, model)."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._known: dict[str, Adaptation] = {}
+
     def load(self, source: str) -> Adaptation:
         """What is known of a (base URL, model)."""
         if source not in self._known:
             self._known[source] = Adaptation()
             with contextlib.suppress(KeyError, TypeError, ValueError):
-                entry = self._read()[source]
+                entry = self.read()[source]
                 if time.time() - entry["at"] < DAYS_REMEMBERED * 86_400:
                     flags, dropped = frozenset(map(str, entry["flags"])), frozenset(map(str, entry["dropped"]))
                     numbers = [int(entry[key]) if entry[key] else None for key in ("max_tokens", "window")]
@@ -4190,16 +4209,10 @@ class AdaptationFile:
     def save(self, source: str, adaptation: Adaptation, keep_window: bool) -> None:
         """Remember it, on disk without what is only true of this run."""
         self._known[source] = adaptation
-        entry = {
+        self.put(source, {
             "at": int(time.time()), "flags": sorted(adaptation.flags - PASSING), "dropped": sorted(adaptation.dropped),
             "max_tokens": adaptation.max_tokens, "window": adaptation.window if keep_window else None,
-        }  # fmt: skip
-        with contextlib.suppress(OSError):
-            self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            handle, temporary = tempfile.mkstemp(dir=self.path.parent, prefix=".providers-")  # mode 0600
-            with open(handle, "w", encoding="utf-8") as file:
-                json.dump(self._read() | {source: entry}, file, indent=1)
-            os.replace(temporary, self.path)
+        })  # fmt: skip
 
 
 # --- Provider: wires ------------------------------------------------------------------------------
@@ -4267,6 +4280,16 @@ def _text_of(value: Any) -> str:
     return "".join(_text_of(p.get("text") or p.get("refusal")) if isinstance(p, dict) else _text_of(p) for p in parts)
 
 
+def _fields(value: Any) -> dict[str, Any]:
+    """The value if it is an object, else {}."""
+    return value if isinstance(value, dict) else {}
+
+
+def _objects(value: Any) -> list[dict[str, Any]]:
+    """The objects of a list, [] for anything else."""
+    return [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []
+
+
 def _number(value: Any) -> int:
     return value if isinstance(value, int) and value > 0 else 0
 
@@ -4275,12 +4298,10 @@ def _usage(report: Any) -> Usage | None:
     """The tokens that a usage object of either wire reports; None for anything else."""
     if not isinstance(report, dict):
         return None
-    details = report.get("prompt_tokens_details") or report.get("input_tokens_details") or {}
-    cached = details.get("cached_tokens") if isinstance(details, dict) else 0
     given = _number(report.get("prompt_tokens")) or _number(report.get("input_tokens"))
-    return Usage(
-        given, _number(cached), _number(report.get("completion_tokens")) or _number(report.get("output_tokens"))
-    )
+    details = _fields(report.get("prompt_tokens_details") or report.get("input_tokens_details"))
+    made = _number(report.get("completion_tokens")) or _number(report.get("output_tokens"))
+    return Usage(given, _number(details.get("cached_tokens")), made)
 
 
 THINK_TAGS = (
@@ -4300,17 +4321,12 @@ class ThoughtFilter:
 
     def __init__(self, thinks_first: bool = False) -> None:
         self.thinks_first = thinks_first
-        self._said: list[str] = []  # pieces: to join them each time would take longer the longer the answer is
-        self._tail = ""  # the end of what was said
+        self.answer = ""
+        """The answer so far."""
         self._held = ""  # not decided yet: the beginning, or what may be the start of the end tag
         self._end = THINK_TAGS[0][1] if thinks_first else ""  # the tag that ends the thinking we are in
         self._begun = False
         self._thought = ""
-
-    @property
-    def answer(self) -> str:
-        """The answer so far."""
-        return "".join(self._said)
 
     def feed(self, text: str) -> list[Delta]:
         """The deltas that this piece of text completes."""
@@ -4340,13 +4356,16 @@ class ThoughtFilter:
     def _say(self) -> list[Delta]:
         text, self._held = self._held, ""
         deltas: list[Delta] = []
-        ends = not self.thinks_first and "</think>" in self._tail + text
-        if ends and (found := LONE_END.search(self.answer + text)):
-            so_far, self._said, self.thinks_first = self.answer, [], True
-            thought, text = (so_far + text)[len(so_far) : found.start()], (so_far + text)[found.end() :].lstrip("\n")
-            deltas += [ThinkingDelta(thought)] if thought else []
-        self._said.append(text)
-        self._tail = (self._tail + text)[-8:]
+        if not self.thinks_first and "</think>" in self.answer[-8:] + text:
+            so_far = self.answer
+            if found := LONE_END.search(so_far + text):
+                thought, text = (
+                    (so_far + text)[len(so_far) : found.start()],
+                    (so_far + text)[found.end() :].lstrip("\n"),
+                )
+                self.answer, self.thinks_first = "", True
+                deltas += [ThinkingDelta(thought)] if thought else []
+        self.answer += text
         return [*deltas, TextDelta(text)] if text else deltas
 
     def finish(self) -> list[Delta]:
@@ -4359,27 +4378,27 @@ class ThoughtFilter:
         return self._say()
 
 
-class ReplyReader(Protocol):
+class ReplyReader:
     """Builds one Reply from the events of one response."""
 
-    finished: bool
+    finished = False
     """The end mark has come: nothing more is to be read."""
-    complete: bool
+    complete = False
     """The answer is whole; the rest, such as the usage, may still follow."""
-    patient: bool
+    patient = False
     """The model has begun to think without a word: silence is no stall."""
 
     def feed(self, event: dict[str, Any]) -> list[Delta]:
-        """Take one decoded event; raises Failed when it reports an error."""
-        ...
+        """The deltas that one decoded event brings; raises Failed when it reports an error."""
+        raise NotImplementedError
 
     def end(self) -> list[Delta]:
         """No more events come: what was held back."""
-        ...
+        return []
 
     def reply(self) -> Reply:
         """The whole reply; raises Failed when the stream ended before it was complete."""
-        ...
+        raise NotImplementedError
 
 
 class Wire(Protocol):
@@ -4402,23 +4421,17 @@ BROKE_OFF = Failure("the reply broke off before it was complete", "the reply bro
 NO_REPLY = Failure("malformed_call: the model answered with nothing", "the model answered with nothing")
 PRINTED_BADLY = Failure("printed_call:", "(a tool call as text, among other words)", status=400)
 REASONING_KEYS = ("reasoning_content", "reasoning", "reasoning_text")  # the first non-empty one counts
-FINISH_OVERFLOW = r"model_context_window_exceeded|context_length"  # Z.ai
-FINISH_FAILED = (
-    r"^error$|insufficient_system_resource|MALFORMED_FUNCTION_CALL|^malformed"  # OpenRouter, DeepSeek, Gemini
-)
 
 
 def checked_finish(word: str) -> str:
     """The finish reason in our words, "stop" for unknown ones; raises Failed for those that are errors."""
-    if word in ("length", "max_tokens", "max_output_tokens", "model_length"):
-        return "length"
-    if says(FINISH_OVERFLOW, word):
+    if says(r"model_context_window_exceeded|context_length", word):  # Z.ai
         raise Failed(Failure("context_length_exceeded", "the context window is full"))
-    if says(FINISH_FAILED, word):
+    if says(r"^error$|insufficient_system_resource|malformed", word):  # OpenRouter, DeepSeek, Gemini
         raise Failed(Failure(word, f"the reply ended with {one_line(word)!r}"))
-    if word in ("content_filter", "content-filter", "safety", "SAFETY", "sensitive"):
+    if says(r"^(content.filter|safety|sensitive)$", word):
         raise Failed(Failure("content_filter", "the answer was cut off by the filter", status=400))
-    return "stop"
+    return "length" if says(r"^(length|max_tokens|max_output_tokens|model_length)$", word) else "stop"
 
 
 def _is_whole_json(text: str) -> bool:
@@ -4426,6 +4439,35 @@ def _is_whole_json(text: str) -> bool:
         json.loads(text, strict=False)
         return True
     return False
+
+
+@dataclass
+class CallSlot:
+    """A tool call, or a streamed piece of one."""
+
+    id: str
+    name: str
+    arguments: str
+    extra: dict[str, Any]  # what is sent back beside it, unchanged
+
+    @classmethod
+    def of(cls, piece: dict[str, Any]) -> CallSlot:
+        """What is there of {"id"?, "function": {"name"?, "arguments"?}, "extra_content"?}, or without "function"."""
+        function = piece["function"] if isinstance(piece.get("function"), dict) else piece
+        arguments = function.get("arguments")
+        if isinstance(arguments, dict | list):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        given = (piece.get("id"), function.get("name"), arguments)
+        identity, name, written = (text if isinstance(text, str) else "" for text in given)
+        extra = piece.get("extra_content")
+        return cls(identity, name, written, {"extra_content": extra} if isinstance(extra, dict) else {})
+
+    def is_followed_by(self, piece: CallSlot) -> bool:
+        """Whether a piece for this slot begins another call."""
+        if piece.id and self.id and piece.id != self.id:
+            return True
+        is_whole = bool(piece.name) and _is_whole_json(self.arguments)
+        return is_whole and (not piece.id or piece.id != self.id or piece.arguments != "")
 
 
 class CallSlots:
@@ -4436,45 +4478,30 @@ class CallSlots:
     """
 
     def __init__(self) -> None:
-        self.calls: list[dict[str, Any]] = []
-        self._by_index: dict[Any, dict[str, Any]] = {}
+        self.calls: list[CallSlot] = []
+        self._by_index: dict[int, CallSlot] = {}
 
-    def add(self, piece: dict[str, Any]) -> None:
-        """Take one piece: {"index"?, "id"?, "function": {"name"?, "arguments"?}, "extra_content"?}."""
-        function: dict[str, Any] = piece["function"] if isinstance(piece.get("function"), dict) else piece
-        index = piece.get("index") if isinstance(piece.get("index"), int) else None
-        identity, name, arguments = piece.get("id"), function.get("name"), function.get("arguments")
-        identity, name = (text if isinstance(text, str) else "" for text in (identity, name))
-        if isinstance(arguments, dict | list):
-            arguments = json.dumps(arguments, ensure_ascii=False)
-        arguments = arguments if isinstance(arguments, str) else ""
-        slot = self._by_index.get(index) if index is not None else (self.calls[-1] if self.calls else None)
-        if slot and identity and slot["id"] == identity and name and slot["arguments"] == arguments != "":
+    def add(self, delta: dict[str, Any]) -> None:
+        """Take one piece, with an "index" or without."""
+        piece, index = CallSlot.of(delta), delta.get("index")
+        last = self.calls[-1] if self.calls else None
+        slot = self._by_index.get(index) if isinstance(index, int) else last
+        if slot and slot.id == piece.id != "" and piece.name and slot.arguments == piece.arguments != "":
             return  # the whole call once more
-        if slot is None or self._begins_another(slot, identity, name, arguments):
-            slot = {"id": "", "name": "", "arguments": "", "extra": {}}
+        if slot is None or slot.is_followed_by(piece):
+            slot = CallSlot("", "", "", {})
             self.calls.append(slot)
-        if index is not None:
+        if isinstance(index, int):
             self._by_index[index] = slot
-        slot["id"] = slot["id"] or identity
-        if name != slot["name"]:
-            slot["name"] += name
-        slot["arguments"] += arguments
-        if isinstance(piece.get("extra_content"), dict):
-            slot["extra"] = {"extra_content": piece["extra_content"]}
-
-    def _begins_another(self, slot: dict[str, Any], identity: str, name: str, arguments: str) -> bool:
-        if identity and slot["id"] and identity != slot["id"]:
-            return True
-        whole = bool(name) and _is_whole_json(slot["arguments"])
-        return whole and (not identity or identity != slot["id"] or arguments != "")
+        slot.id = slot.id or piece.id
+        slot.name += piece.name if piece.name != slot.name else ""
+        slot.arguments += piece.arguments
+        slot.extra = piece.extra or slot.extra
 
 
 def _merge_details(details: list[dict[str, Any]], pieces: Any) -> None:
     """Add streamed pieces of OpenRouter's `reasoning_details`: texts of one index and type are joined."""
-    for piece in pieces if isinstance(pieces, list) else ():
-        if not isinstance(piece, dict):
-            continue
+    for piece in _objects(pieces):
         last = details[-1] if details else {}
         if piece.get("type") != last.get("type") or piece.get("index") != last.get("index"):
             details.append(dict(piece))
@@ -4484,13 +4511,10 @@ def _merge_details(details: list[dict[str, Any]], pieces: Any) -> None:
             last[key] = last[key] + value if joined else value or last.get(key)
 
 
-class ChatReader:
+class ChatReader(ReplyReader):
     """Builds a Reply from Chat Completions chunks, or from a whole completion sent as one event."""
 
-    patient = False
-
     def __init__(self, source: str = "", thinks_first: bool = False) -> None:
-        self.finished = self.complete = False
         self._source = source
         self._filter = ThoughtFilter(thinks_first)
         self._slots = CallSlots()
@@ -4509,15 +4533,11 @@ class ChatReader:
             raise Failed(read_failure(event))
         self._usage = _usage(event.get("usage")) or self._usage
         deltas: list[Delta] = []
-        for choice in choices if isinstance(choices, list) else ():
-            if not isinstance(choice, dict):
-                continue
+        for choice in _objects(choices):
             self._usage = _usage(choice.get("usage")) or self._usage
-            delta, whole = choice.get("delta"), choice.get("message")
-            if isinstance(delta, dict) and delta:
-                deltas += self._delta(delta)
-            elif isinstance(whole, dict) and not self._filter.answer and not self._slots.calls:
-                deltas += self._delta(whole)
+            delta, whole = _fields(choice.get("delta")), _fields(choice.get("message"))
+            if delta or not (self._filter.answer or self._slots.calls):
+                deltas += self._delta(delta or whole)
             if isinstance(choice.get("finish_reason"), str):
                 self._finish = choice["finish_reason"] or self._finish
                 self.complete = bool(self._finish)
@@ -4529,9 +4549,8 @@ class ChatReader:
         return self._filter.answer
 
     def _delta(self, delta: dict[str, Any]) -> list[Delta]:
-        for piece in delta["tool_calls"] if isinstance(delta.get("tool_calls"), list) else ():
-            if isinstance(piece, dict):
-                self._slots.add(piece)
+        for piece in _objects(delta.get("tool_calls")):
+            self._slots.add(piece)
         if isinstance(delta.get("function_call"), dict):  # before there were tools
             self._slots.add({"index": 0, "function": delta["function_call"]})
         deltas: list[Delta] = []
@@ -4556,21 +4575,21 @@ class ChatReader:
 
     def reply(self) -> Reply:
         """The whole reply; a stream that ended without finish_reason, or [DONE] with all calls whole, is no reply."""
-        calls = [call for call in self._slots.calls if call["name"] or call["arguments"]]
-        is_whole = all(_is_whole_json(call["arguments"] or "{}") for call in calls)
-        if not self._finish and not (self.finished and is_whole and (calls or self._filter.answer)):
+        calls = [call for call in self._slots.calls if call.name or call.arguments]
+        is_whole = all(_is_whole_json(call.arguments or "{}") for call in calls)
+        text = self._filter.answer
+        if not self._finish and not (self.finished and is_whole and (calls or text)):
             raise Failed(BROKE_OFF)
         finish = checked_finish(self._finish)
-        text = self._filter.answer
         if finish == "length" and not text and not calls and not self._thoughts and not (self._usage or Usage()).output:
             raise Failed(Failure("context_length_exceeded", "no room was left for an answer"))
         native: dict[str, Any] = {"reasoning": dict(self._thoughts)} if self._thoughts else {}
         if self._details:
             native["reasoning"] = {"reasoning_details": self._details}
-        if any(call["extra"] for call in calls):
-            native["calls"] = [call["extra"] for call in calls]
-        said = [ToolCall(call["id"], call["name"], call["arguments"]) for call in calls]
-        message = with_native(assistant_message(text, said), self._source, native)
+        if any(call.extra for call in calls):
+            native["calls"] = [call.extra for call in calls]
+        message = assistant_message(text, [ToolCall(call.id, call.name, call.arguments) for call in calls])
+        message = with_native(message, self._source, native)
         return Reply(message, finish, self._usage, thinks_first=self._filter.thinks_first)
 
 
@@ -4578,6 +4597,10 @@ UNSIGNED = {"extra_content": {"google": {"thought_signature": "skip_thought_sign
 BRIDGE = "Noted."
 EMPTY = "(no text)"
 NO_REASONING_HOSTS = r"groq\.com|cerebras\.ai|mistral\.ai"  # they produce reasoning and refuse to see it again
+
+
+def _described(tool: Tool) -> dict[str, Any]:
+    return {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
 
 
 class ChatWire:
@@ -4598,13 +4621,7 @@ class ChatWire:
             sent[:2] = [user_message(f"{sent[0]['content']}\n\n{sent[1]['content']}")]
         body: dict[str, Any] = {"model": model, "messages": sent}
         if tools:
-            body["tools"] = [
-                {
-                    "type": "function",
-                    "function": {"name": tool.name, "description": tool.description, "parameters": tool.parameters},
-                }
-                for tool in tools
-            ]
+            body["tools"] = [{"type": "function", "function": _described(tool)} for tool in tools]
         return body | {"stream": True, "stream_options": {"include_usage": True}}
 
     def _message(self, source: str, message: Message, flags: frozenset[str]) -> Message:
@@ -4634,11 +4651,10 @@ class ChatWire:
         return ChatReader(source, "thinks_first" in adaptation.flags)
 
 
-class ResponsesReader:
+class ResponsesReader(ReplyReader):
     """Builds a Reply from the events of the Responses API, or from a whole response sent as one event."""
 
     def __init__(self, source: str = "") -> None:
-        self.finished = self.complete = self.patient = False
         self._source = source
         self._streamed: list[str] = []
         self._items: list[dict[str, Any]] = []
@@ -4646,19 +4662,18 @@ class ResponsesReader:
 
     def feed(self, event: dict[str, Any]) -> list[Delta]:
         """Take one decoded event; unknown ones are passed over."""
-        kind, response = str(event.get("type") or ""), event.get("response")
-        response = response if isinstance(response, dict) else {}
+        kind, response = str(event.get("type") or ""), _fields(event.get("response"))
         if event.get("object") == "response":  # a whole one, not streamed
             kind, response = f"response.{event.get('status')}", event
         if kind in ("error", "response.failed", "response.cancelled") or (not kind and not event.get("done")):
             raise Failed(read_failure(response.get("error") or event))
         if kind in ("response.completed", "response.incomplete"):
             self.finished, self.complete, self._final = True, True, response
-        item, delta = event.get("item"), event.get("delta")
-        if isinstance(item, dict):
+        if item := _fields(event.get("item")):
             self.patient = kind == "response.output_item.added" and item.get("type") == "reasoning"
             if kind == "response.output_item.done":
                 self._items.append(item)
+        delta = event.get("delta")
         if not isinstance(delta, str) or not delta:
             return []
         if kind in ("response.reasoning_summary_text.delta", "response.reasoning_text.delta"):
@@ -4668,26 +4683,16 @@ class ResponsesReader:
             return [TextDelta(delta)]
         return []
 
-    def end(self) -> list[Delta]:
-        """Nothing is held back."""
-        return []
-
     def reply(self) -> Reply:
         """The whole reply; without its closing event it is none."""
         if not self.finished:
             raise Failed(BROKE_OFF)
-        details = self._final.get("incomplete_details")
-        reason = details.get("reason") if isinstance(details, dict) else None
+        reason = _fields(self._final.get("incomplete_details")).get("reason")
         finish = checked_finish(str(reason or "length")) if self._final.get("status") == "incomplete" else "stop"
-        output = self._final.get("output")
-        items = self._items or [item for item in output or () if isinstance(item, dict)]
+        items = self._items or _objects(self._final.get("output"))
         text = "".join(_text_of(item.get("content")) for item in items if item.get("type") == "message")
-        calls = []
-        for item in items:
-            if item.get("type") == "function_call":
-                slots = CallSlots()
-                slots.add(item | {"id": item.get("call_id")})
-                calls.append(ToolCall(slots.calls[0]["id"], slots.calls[0]["name"], slots.calls[0]["arguments"]))
+        asked = [CallSlot.of(i | {"id": i.get("call_id")}) for i in items if i.get("type") == "function_call"]
+        calls = [ToolCall(call.id, call.name, call.arguments) for call in asked]
         message = assistant_message(text or "".join(self._streamed), calls)
         native = {"items": [{k: v for k, v in item.items() if v is not None} for item in items]}
         return Reply(with_native(message, self._source, native), finish, _usage(self._final.get("usage")))
@@ -4720,13 +4725,7 @@ class ResponsesWire:
                 items.append({"role": "user", "content": message["content"]})
         body |= {"input": items, "store": False, "stream": True}
         if tools:
-            body["tools"] = [
-                {
-                    "type": "function", "name": tool.name, "description": tool.description,
-                    "parameters": tool.parameters, "strict": False,
-                }
-                for tool in tools
-            ]  # fmt: skip
+            body["tools"] = [{"type": "function", **_described(tool), "strict": False} for tool in tools]
         if not says(NOT_REASONING, model):
             if "no_encrypted" not in flags:
                 body["include"] = ["reasoning.encrypted_content"]
@@ -4740,16 +4739,13 @@ class ResponsesWire:
         """The items of one assistant message; notes in `theirs` which ids the calls have there."""
         calls = message_calls(message)
         own = native.get("items") or []
-        asked = [item for item in own if item.get("type") == "function_call"]
-        ids = [item.get("call_id") for item in asked]
-        usable = all(isinstance(i, str) and 0 < len(i) <= 64 for i in ids) and len({*ids, *theirs.values()}) == len(
-            ids
-        ) + len(set(theirs.values()))
-        if not own or "no_native" in flags or len(asked) != len(calls) or not usable:
-            items: list[dict[str, Any]] = []
-            if text := message_text(message):
-                items.append({"role": "assistant", "content": text})
-            return items + [self._call(call.id, call) for call in calls]
+        ids = [item.get("call_id") for item in own if item.get("type") == "function_call"]
+        are_legal = all(isinstance(i, str) and 0 < len(i) <= 64 for i in ids)
+        are_new = are_legal and len(set(ids)) == len(ids) and not {*ids} & {*theirs.values()}
+        if not own or "no_native" in flags or len(ids) != len(calls) or not are_new:
+            text = message_text(message)
+            said = [{"role": "assistant", "content": text}] if text else []
+            return [*said, *(self._call(call.id, call) for call in calls)]
         theirs.update(zip((call.id for call in calls), ids, strict=True))
         by_id = dict(zip(ids, calls, strict=True))
         items = []
@@ -6207,30 +6203,19 @@ def read_notes(config: Config) -> list[Note]:
     return [note for note in [own, *(_read_note(folder / NOTES_NAME, root) for folder in folders)] if note]
 
 
-class NotesTrust:
+class NotesTrust(JsonFile):
     """Which notes that came with files the user wants followed, by their exact text."""
 
     def __init__(self, config: Config) -> None:
-        self.path = config.state_dir / "notes.json"
-
-    def _read(self) -> dict[str, bool]:
-        try:
-            known = json.loads(self.path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return {}
-        return known if isinstance(known, dict) else {}
+        super().__init__(config.state_dir / "notes.json")
 
     def answer(self, note: Note) -> bool | None:
         """What the user said about this text; None: not asked yet. The user's own notes need no question."""
-        return self._read().get(note.digest) if note.foreign else True
+        return self.read().get(note.digest) if note.foreign else True
 
     def remember(self, note: Note, trusted: bool) -> None:
         """Keep the user's answer."""
-        with contextlib.suppress(OSError):
-            self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            text = json.dumps(self._read() | {note.digest: trusted})
-            self.path.write_text(text, encoding="utf-8")
-            self.path.chmod(0o600)
+        self.put(note.digest, trusted)
 
 
 class PinnedFiles:
