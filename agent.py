@@ -3756,6 +3756,7 @@ SAID_KEYS = (
 )  # fmt: skip
 TEXT_KEYS = (*SAID_KEYS, "code", "type", "status", "violations", "quotaId", "quotaMetric", "retryDelay", "error_type")
 
+MIN_WINDOW = 1_024  # smaller numbers in a server's words are no windows
 # a number that a group finds is the context window in tokens
 OVERFLOW = "|".join((
     r"context_length_exceeded|model_max_prompt_tokens_exceeded|exceed_context_size|model_context_(?:window_)?exceeded",
@@ -3966,7 +3967,7 @@ def learned_limit(text: str) -> int | None:
     allowance = says(ALLOWANCE, text)
     named = [group for found in re.finditer(OVERFLOW, text, re.IGNORECASE) for group in found.groups() if group]
     limit = int([*named, allowance["limit"] if allowance else 0][0])
-    return limit if limit >= 1024 else None
+    return limit if limit >= MIN_WINDOW else None
 
 
 def _is_overflow(failure: Failure, size: int) -> bool:
@@ -5425,41 +5426,6 @@ def find_local_server() -> tuple[str, str, str] | None:
     return None
 
 
-class ByteFeed:
-    """The bytes of a response, read ahead by one task: waiting costs once per burst, not once per chunk."""
-
-    def __init__(self, response: httpx2.Response) -> None:
-        self._response = response
-        self._inbox = bytearray()
-        self._arrived = asyncio.Event()
-        self._task = asyncio.ensure_future(self._pump())
-
-    async def _pump(self) -> None:
-        try:
-            async for chunk in self._response.aiter_bytes():
-                self._inbox += chunk
-                self._arrived.set()
-        finally:
-            self._arrived.set()
-
-    async def read(self) -> bytes:
-        """What has arrived, b"" at the end. Raises what reading raised, after all bytes before it."""
-        if not self._inbox and not self._task.done():
-            await self._arrived.wait()
-        self._arrived.clear()
-        data = bytes(self._inbox)
-        self._inbox.clear()
-        if not data:
-            await self._task
-        return data
-
-    async def close(self) -> None:
-        """End the reading and the response."""
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
-        await self._response.aclose()
-
-
 def split_base_url(text: str) -> tuple[str, dict[str, str]]:
     """(base URL, query) of what a user gave as the base URL; raises ConfigError when it is none.
 
@@ -5529,24 +5495,40 @@ class Exchange:
         self._first_limit_s, self._idle_limit_s = first_limit_s, idle_limit_s
         self._has_spoken = False  # the model has
         self._events = EventStream()
-        self._whole: bytes | None = None
-        self._feed: ByteFeed | None = None
+        self._whole: bytes | None = None  # what came so far of an answer that is no stream of events
+        self._response: httpx2.Response | None = None
+        self._bytes = asyncio.StreamReader()
         self._last_event = time.monotonic()
         self._at_end = False
 
     async def open(self, posting: Awaitable[httpx2.Response], interrupt: asyncio.Event) -> None:
         """Send the request and wait for the head of the response."""
-        response = await interruptible(posting, interrupt, self.limit_s)
+        self._response = response = await interruptible(posting, interrupt, self.limit_s)
+        self._reading = asyncio.ensure_future(self._read_ahead(response))
         kind = response.headers.get("content-type", "")
         self._whole = b"" if re.search(r"\bjson|html|text/plain", kind) else None
-        self._feed = ByteFeed(response)
         if "html" in kind and response.history:
             raise Failed(Failure("redirected", f"redirected to {response.url}", status=404))
+
+    async def _read_ahead(self, response: httpx2.Response) -> None:
+        """Take the bytes as they come: then waiting for them costs once per burst, not once per chunk."""
+        try:
+            async for chunk in response.aiter_bytes():
+                self._bytes.feed_data(chunk)
+        finally:
+            self._bytes.feed_eof()
+
+    async def _next_bytes(self) -> bytes:
+        """What has arrived, b"" at the end. Raises what reading raised, after all bytes before it."""
+        data = await self._bytes.read(1 << 20)
+        if not data:
+            await self._reading
+        return data
 
     @property
     def has_begun(self) -> bool:
         """The head of the response has come."""
-        return self._feed is not None
+        return self._response is not None
 
     @property
     def limit_s(self) -> float:
@@ -5559,11 +5541,10 @@ class Exchange:
 
     async def read(self, interrupt: asyncio.Event) -> list[Delta] | None:
         """The deltas that came next, None at the end. Raises what transport_errors lists, and Interrupted."""
-        assert self._feed
         if self._at_end or self.reader.finished:
             return None
         try:
-            data = await interruptible(self._feed.read(), interrupt, self.limit_s)
+            data = await interruptible(self._next_bytes(), interrupt, self.limit_s)
         except transport_errors():
             if self.reader.complete:
                 return None  # nothing that matters can be missing
@@ -5589,18 +5570,19 @@ class Exchange:
         if re.match(r"\s*(?:data|event|id)?:", text):  # a stream under a wrong name
             return self._take([*self._events.feed(text.encode()), *self._events.end()])
         try:
-            answer = json.loads(text)
+            json.loads(text)
         except (ValueError, RecursionError):
-            failure = read_failure(text, status=404)
-            raise Failed(failure if text.strip() else BROKE_OFF) from None
-        deltas = self._take([json.dumps(answer)])
+            raise Failed(read_failure(text, status=404) if text.strip() else BROKE_OFF) from None
+        deltas = self._take([text])
         self.reader.finished = True
         return deltas
 
     async def close(self) -> None:
         """End the reading; the connection is given back or closed."""
-        if self._feed:
-            await self._feed.close()
+        if self._response:
+            self._reading.cancel()
+            await asyncio.gather(self._reading, return_exceptions=True)
+            await self._response.aclose()
 
 
 class RequestEncoder:
@@ -6258,7 +6240,6 @@ def describe_notes(config: Config) -> list[str]:
 
 ELIDE_AT, COMPACT_AT = 0.6, 0.8  # shares of the context window
 DEFAULT_WINDOW, DEFAULT_LOCAL_WINDOW = 128_000, 32_768  # tokens, where nobody says
-MIN_WINDOW = 1_024  # smaller numbers in a server's words are no windows
 MIN_GUESS = 2_048  # a window that nobody names is not taken for smaller
 MIN_ROOM = 1_024
 MAX_OVERFLOWS = 3  # refusals in a row after which a turn ends
@@ -6344,16 +6325,18 @@ class Checkpoint:
         return self.room // 2 if self.room else DEFAULT_WINDOW // 2
 
 
+def _read(arguments: str) -> dict[str, Any]:
+    """The arguments of a call, {} when they cannot be read."""
+    with contextlib.suppress(ValueError, RecursionError):
+        return _fields(json.loads(arguments, strict=False))
+    return {}
+
+
 def _clip_arguments(arguments: str, limit: int) -> str:
     """The JSON text of a call's arguments with long texts in it clipped."""
     if len(arguments) <= limit:
         return arguments
-    try:
-        given = json.loads(arguments, strict=False)
-    except json.JSONDecodeError:
-        given = None
-    if not isinstance(given, dict):
-        return json.dumps({"left_out": f"{len(arguments)} characters"})
+    given = _read(arguments) or {"left_out": f"{len(arguments)} characters"}
     return json.dumps({k: clip_to(v, limit // 2) if isinstance(v, str) else v for k, v in given.items()})
 
 
@@ -6373,11 +6356,7 @@ def _clipped(message: Message, limit: int) -> Message:
 
 def _in_short(call: ToolCall) -> str:
     """A call on one line for the model: its name and its first argument."""
-    try:
-        given = json.loads(call.arguments or "{}", strict=False)
-    except json.JSONDecodeError:
-        given = None
-    first = str(next(iter(given.values()), "")) if isinstance(given, dict) else ""
+    first = str(next(iter(_read(call.arguments).values()), ""))
     return one_line(f"{call.name} {first}", 120).strip()
 
 
@@ -6516,14 +6495,9 @@ def split_for_compaction(messages: Sequence[Message], covered: int, sizes: Seque
     return max(end, covered)
 
 
-def summary_words(room: int) -> int:
-    """How long a summary may be."""
-    return max(100, min(1_500, room // 16))
-
-
 def summary_prompt(room: int, keep: str) -> str:
-    """The order to summarise; `keep` is what the user wants kept in particular."""
-    text = SUMMARY_PROMPT.format(words=summary_words(room))
+    """The order to summarise in at most a sixteenth of the room; `keep`: what the user wants kept in particular."""
+    text = SUMMARY_PROMPT.format(words=max(100, min(1_500, room // 16)))
     return f"{text}\nThe user asks to keep in particular: {keep}" if keep else text
 
 
@@ -6541,9 +6515,8 @@ def extract_summary(text: str) -> str:
 
 def list_of_deeds(messages: Sequence[Message], before: str, limit: int) -> str:
     """A summary without a model: the former one, then the calls in order, the oldest left out."""
-    lines = [_in_short(call) for message in messages for call in message_calls(message)]
-    kept = "\n".join(lines)
-    return "\n".join([clip_to(before, limit // 2), NO_SUMMARY, kept[-(limit // 2) :]]).strip()
+    deeds = "\n".join(_in_short(call) for message in messages for call in message_calls(message))
+    return "\n".join([clip_to(before, limit // 2), NO_SUMMARY, deeds[-(limit // 2) :]]).strip()
 
 
 class NoSummary(ProviderError):
@@ -6569,16 +6542,12 @@ class SummaryWork:
 
     def next_request(self) -> tuple[list[Message], bool] | None:
         """(messages, whether tools go with them), None when the work is done."""
-        if self._whole and self._parts:
-            return self._whole, True
         if not self._parts:
             return None
-        total, self._count = len(self.summary), 0
-        for part in self._parts:
-            total += len(part)
-            if self._count and total > self._size:
-                break
-            self._count += 1
+        if self._whole:
+            return self._whole, True
+        totals = itertools.accumulate(map(len, self._parts), initial=len(self.summary))
+        self._count = max(1, sum(total <= self._size for total in totals) - 1)
         said = [f"{SUMMARY_NOTE}\n{self.summary}"] if self.summary else []
         text = "\n\n".join([*said, *self._parts[: self._count], self._order])
         return [system_message(SUMMARY_SYSTEM), user_message(text)], False
@@ -6586,13 +6555,13 @@ class SummaryWork:
     def take(self, reply: Reply) -> None:
         """Take the answer; raises NoSummary when it is none."""
         summary = "" if reply.tool_calls else extract_summary(reply.text)
-        if self._whole and not summary:
+        if summary:
+            self.summary = summary
+            self._parts = [] if self._whole else self._parts[self._count :]
+        elif self._whole:
             self._whole = []
-            return
-        if not summary:
+        else:
             raise NoSummary("the model gave no summary")
-        self.summary = summary
-        self._parts = [] if self._whole else self._parts[self._count :]
 
     def refused(self, overflow: ContextOverflow) -> None:
         """The request was too long: go on with smaller ones, or raise when they are small."""
@@ -6663,6 +6632,7 @@ def ask_window(base_url: str, key: str, model: str) -> ContextWindow | None:
 
 
 UNASKED: tuple[str, int | None] = ("", None)
+EXCEEDED = "learned: the server read as much"
 AskModel = Callable[[str, list[Message], Sequence[Tool]], AsyncGenerator[Event, None]]
 
 
@@ -6768,7 +6738,7 @@ class ViewKeeper:
             if self._asked_for[0] != model:
                 self._forget_reports()
             self._asked_for, self._asks = (model, known), 0
-        if self._asks >= (2 if self.window.source == "assumed" and self._most else 1):
+        if self._asks >= (2 if self.window.source in ("assumed", EXCEEDED) and self._most else 1):
             return
         self._asks += 1
         if known:
@@ -6780,7 +6750,7 @@ class ViewKeeper:
             asking = asyncio.to_thread(ask_window, base_url, self.config.api_key, model)
             said = await interruptible(asking, interrupt)
         guess = DEFAULT_LOCAL_WINDOW if is_loopback(base_url) else DEFAULT_WINDOW
-        self.window = said or ContextWindow(guess, "assumed")
+        self.window = said or ContextWindow(max(guess, self._most), "assumed")
 
     def received(self, usage: Usage | None) -> Iterator[Event]:
         """Learn from the report on the last request: how large it was, and whether its front was dropped."""
@@ -6789,6 +6759,8 @@ class ViewKeeper:
             return
         self._caches = self._caches or usage.cached > 0
         seen, expected = usage.input, self._expected
+        if seen > self.window.tokens != self.config.context_window:
+            self.window = ContextWindow(seen, EXCEEDED)
         added, grown = expected - self._reported, seen - self._reported
         if self._extends and seen <= added * 2 + 256 and seen < self._reported // 2:
             self._counts_all = False
@@ -6799,7 +6771,8 @@ class ViewKeeper:
         fell = grown <= 0 < added if self._extends else seen < expected // 3 and expected > 3_000
         if fell or self._stalled >= 3:
             self._stalled = 0
-            self.window = ContextWindow(max(MIN_GUESS, self._most, seen), "learned: the server dropped the rest")
+            tokens = min(self.window.tokens, max(MIN_GUESS, self._most, seen))
+            self.window = ContextWindow(tokens, "learned: the server dropped the rest")
             self._extends = False  # what the server has of it is unknown
             yield Notice(
                 f"the server read only {seen} of about {expected} tokens: it drops the front of what is sent. Its"
@@ -6816,10 +6789,10 @@ class ViewKeeper:
         self._overflows += 1
         if self._overflows >= MAX_OVERFLOWS:
             raise self._full(f"the context is full even after compaction: {overflow}")
-        used, limit = self.used(), overflow.limit or 0
+        used, limit = self.used(), overflow.limit
         self._extends = False
         self._swept_in_vain.clear()
-        if limit >= MIN_WINDOW:
+        if limit:
             if limit < self.window.tokens:
                 self.window = ContextWindow(limit, "named by the server in a refusal")
             self.ratio = max(self.ratio, self.window.tokens * 1.05 / self._estimate())
