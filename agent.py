@@ -3890,43 +3890,26 @@ class Failed(Exception):
         self.failure = failure
 
 
-def _collect(value: Any, key: str, found: list[tuple[str, str]]) -> None:
-    """Add the (key, text) pairs of an error body that are the server's own words."""
+def _collect(value: Any, key: str, words: list[tuple[str, str]], names: set[str]) -> None:
+    """Add the (key, text) pairs of an error body that are the server's own words, and the parameters that it names."""
     if isinstance(value, str) and value[:1] in "[{" and len(value) < 20_000:
         with contextlib.suppress(ValueError, RecursionError):
             value = json.loads(value)  # OpenRouter hands on the answer of the service behind it as text
     if isinstance(value, dict):
         for name, inner in value.items():
             if name in TEXT_KEYS:
-                _collect(inner, name, found)
+                _collect(inner, name, words, names)
             elif name == "n_ctx":
-                found.append((name, f"available context size ({inner} tokens)"))  # llama.cpp
+                words.append((name, f"available context size ({inner} tokens)"))  # llama.cpp
+            elif name == "param" and isinstance(inner, str):
+                names.add(inner)
+            elif name == "loc" and isinstance(inner, list):
+                names.update(str(part) for part in inner if part != "body")
     elif isinstance(value, list):
         for inner in value[:20]:
-            _collect(inner, key, found)
-    elif isinstance(value, str | int) and value != "" and len(found) < 50:
-        found.append((key, str(value)[:2000]))
-
-
-def _named(body: Any, text: str) -> frozenset[str]:
-    """The request parameters that an error names: by `param`, by `loc`, in quotes or in a list."""
-    names: set[str] = set(re.findall(r"['\"`]([a-z_]+(?:\.[a-z_]+)*)['\"`]", text))
-    names.update(re.findall(r"(?:argument|parameter|field)s?(?: supplied)?:? ([a-z_]+)", text))
-
-    def walk(value: Any) -> None:
-        if isinstance(value, dict):
-            if isinstance(value.get("param"), str):
-                names.add(value["param"])
-            if isinstance(value.get("loc"), list):
-                names.update(str(part) for part in value["loc"] if part != "body")
-            for inner in value.values():
-                walk(inner)
-        elif isinstance(value, list):
-            for inner in value[:20]:
-                walk(inner)
-
-    walk(body)
-    return frozenset(names)
+            _collect(inner, key, words, names)
+    elif isinstance(value, str | int) and value != "" and len(words) < 50:
+        words.append((key, str(value)[:2000]))
 
 
 def _status_in(body: Any) -> int:
@@ -3943,16 +3926,19 @@ def read_failure(body: Any, status: int = 0, headers: Mapping[str, str] | None =
         body = title[1]
     if isinstance(body, str):
         body = re.sub(r"<[^>]*>", " ", body[:20_000])
-    found: list[tuple[str, str]] = []
-    _collect(body, "message", found)
-    text = "; ".join(dict.fromkeys(text for _, text in found))
+    words: list[tuple[str, str]] = []
+    names: set[str] = set()
+    _collect(body, "message", words, names)
+    text = "; ".join(dict.fromkeys(text for _, text in words))
+    names.update(re.findall(r"['\"`]([a-z_]+(?:\.[a-z_]+)*)['\"`]", text))
+    names.update(re.findall(r"(?:argument|parameter|field)s?(?: supplied)?:? ([a-z_]+)", text))
     text = re.sub(r"(?<=\d)[,_](?=\d{3}\b)", "", text)  # 128,000 tokens
-    said = "; ".join(dict.fromkeys(text for key, text in found if key in SAID_KEYS and not text.isdigit()))
+    said = "; ".join(dict.fromkeys(text for key, text in words if key in SAID_KEYS and not text.isdigit()))
     inner = body.get("error") if isinstance(body, dict) else None
     generated = inner.get("failed_generation") if isinstance(inner, dict) else None
     headers = headers or {}
     return Failure(
-        text, one_line(said or text, 300), status or _status_in(body), _named(body, text), retry_after(headers, text),
+        text, one_line(said or text, 300), status or _status_in(body), frozenset(names), retry_after(headers, text),
         generated if isinstance(generated, str) else "",
         {"true": True, "false": False}.get(headers.get("x-should-retry", "")),
     )  # fmt: skip
@@ -6631,6 +6617,64 @@ def ask_window(base_url: str, key: str, model: str) -> ContextWindow | None:
     return None
 
 
+class TokenMeter:
+    """Tells how large a request truly is, by its estimate and by what the server reported of those before.
+
+    The reports also tell when a server has silently dropped the front of what it was sent.
+    """
+
+    def __init__(self) -> None:
+        self.ratio = 1.0
+        """Reported tokens for one estimated token."""
+        self.most = 0
+        """The highest report."""
+        self.caches = False
+        """The server reports cached tokens."""
+        self._sent = self._expected = 0  # estimate of the last request, without and with what reports have taught
+        self._counted = self._reported = 0  # estimate of the last request that was reported on, and its true tokens
+        self._extends = False  # whether the next request extends that one
+        self._stalled = 0  # reports in a row that did not grow as they should
+        self._counts_all = True  # whether the server reports the cached part of a prompt at all
+
+    def tokens(self, estimate: int) -> int:
+        """The size of the next request: the last report and an estimate of what was added since."""
+        if self._extends:
+            return self._reported + int((estimate - self._counted) * self.ratio)
+        return int(estimate * self.ratio)
+
+    def sending(self, estimate: int) -> None:
+        """A request of this estimate goes out."""
+        self._sent, self._expected = estimate, self.tokens(estimate)
+
+    def changed(self) -> None:
+        """The next request does not extend the last one."""
+        self._extends = False
+
+    def refused(self, estimate: int, limit: int) -> None:
+        """A request of this estimate was larger than `limit` tokens."""
+        self.ratio = max(self.ratio, limit * 1.05 / estimate)
+
+    def received(self, usage: Usage) -> int:
+        """Learn from the report on the last request; what was expected of it if its front was dropped, else 0."""
+        self.caches = self.caches or usage.cached > 0
+        seen, expected = usage.input, self._expected
+        added, grown = expected - self._reported, seen - self._reported
+        if self._extends and seen <= added * 2 + 256 and seen < self._reported // 2:
+            self._counts_all = False
+        if not self._counts_all and seen < expected * 0.7:
+            return 0
+        self.most = max(self.most, seen)
+        stalls = self._extends and added > 64 and grown < added // 4
+        self._stalled = self._stalled + 1 if stalls else 0
+        fell = grown <= 0 < added if self._extends else seen < expected // 3 and expected > 3_000
+        if fell or self._stalled >= 3:
+            self._stalled, self._extends = 0, False  # what the server has of it is unknown
+            return expected
+        self.ratio = min(4.0, max(0.8, seen / self._sent))
+        self._counted, self._reported, self._extends = self._sent, seen, True
+        return 0
+
+
 UNASKED: tuple[str, int | None] = ("", None)
 EXCEEDED = "learned: the server read as much"
 AskModel = Callable[[str, list[Message], Sequence[Tool]], AsyncGenerator[Event, None]]
@@ -6665,18 +6709,8 @@ class ViewKeeper:
         self._view = View(system_prompt, messages, checkpoint)
         self._swept_in_vain: dict[int, int] = {}  # tokens that were to be kept -> tokens of the view at that time
         self._pins_due = True
-        self._forget_reports()
+        self._meter = TokenMeter()
         self._given_up, self._overflows, self._after_compaction = False, 0, 0
-
-    def _forget_reports(self) -> None:
-        self.ratio = 1.0  # reported tokens for one estimated token
-        self._sent = self._expected = 0  # estimate of the last request, without and with what reports have taught
-        self._counted = self._reported = 0  # estimate of the last request that was reported on, and its true tokens
-        self._most = 0  # the highest such number
-        self._stalled = 0  # reports in a row that did not grow as they should
-        self._extends = False  # whether the next request extends the last one
-        self._caches = False  # whether the server reports cached tokens
-        self._counts_all = True  # whether it reports the cached part of a prompt at all
 
     def added(self, message: Message) -> None:
         """The transcript has grown by this message."""
@@ -6684,17 +6718,15 @@ class ViewKeeper:
 
     def view(self) -> list[Message]:
         """What the next request sends."""
-        self._sent, self._expected = self._estimate(), self.used()
+        self._meter.sending(self._estimate())
         return list(self._view.messages)
 
     def _estimate(self) -> int:
         return self._view.tokens + self.tool_tokens
 
     def used(self) -> int:
-        """Tokens of the next request, tools included: the last report and an estimate of what was added since."""
-        if self._extends:
-            return self._reported + int((self._estimate() - self._counted) * self.ratio)
-        return int(self._estimate() * self.ratio)
+        """Tokens of the next request, tools included."""
+        return self._meter.tokens(self._estimate())
 
     def share(self) -> float:
         """The used part of the window."""
@@ -6709,7 +6741,7 @@ class ViewKeeper:
         self.checkpoint = self.checkpoint.after(event)
         self._view = View(self.system_prompt, self.messages, self.checkpoint, self._view)
         self._swept_in_vain.clear()
-        self._extends = False
+        self._meter.changed()
         return dataclasses.replace(event, tokens_after=self.used()) if isinstance(event, Elided | Compacted) else event
 
     def pin(self, at: int) -> Iterator[Event]:
@@ -6736,9 +6768,9 @@ class ViewKeeper:
         base_url, model, known = self.provider.base_url, self.provider.model, self.provider.context_window
         if self._asked_for != (model, known):
             if self._asked_for[0] != model:
-                self._forget_reports()
+                self._meter = TokenMeter()
             self._asked_for, self._asks = (model, known), 0
-        if self._asks >= (2 if self.window.source in ("assumed", EXCEEDED) and self._most else 1):
+        if self._asks >= (2 if self.window.source in ("assumed", EXCEEDED) and self._meter.most else 1):
             return
         self._asks += 1
         if known:
@@ -6750,39 +6782,24 @@ class ViewKeeper:
             asking = asyncio.to_thread(ask_window, base_url, self.config.api_key, model)
             said = await interruptible(asking, interrupt)
         guess = DEFAULT_LOCAL_WINDOW if is_loopback(base_url) else DEFAULT_WINDOW
-        self.window = said or ContextWindow(max(guess, self._most), "assumed")
+        self.window = said or ContextWindow(max(guess, self._meter.most), "assumed")
 
     def received(self, usage: Usage | None) -> Iterator[Event]:
         """Learn from the report on the last request: how large it was, and whether its front was dropped."""
         self._overflows = 0
         if not usage or not usage.input:
             return
-        self._caches = self._caches or usage.cached > 0
-        seen, expected = usage.input, self._expected
-        if seen > self.window.tokens != self.config.context_window:
-            self.window = ContextWindow(seen, EXCEEDED)
-        added, grown = expected - self._reported, seen - self._reported
-        if self._extends and seen <= added * 2 + 256 and seen < self._reported // 2:
-            self._counts_all = False
-        if not self._counts_all and seen < expected * 0.7:
-            return
-        stalled = self._extends and added > 64 and grown < added // 4
-        self._stalled = self._stalled + 1 if stalled else 0
-        fell = grown <= 0 < added if self._extends else seen < expected // 3 and expected > 3_000
-        if fell or self._stalled >= 3:
-            self._stalled = 0
-            tokens = min(self.window.tokens, max(MIN_GUESS, self._most, seen))
+        expected = self._meter.received(usage)
+        if usage.input > self.window.tokens != self.config.context_window:
+            self.window = ContextWindow(usage.input, EXCEEDED)
+        if expected:
+            tokens = min(self.window.tokens, max(MIN_GUESS, self._meter.most))
             self.window = ContextWindow(tokens, "learned: the server dropped the rest")
-            self._extends = False  # what the server has of it is unknown
             yield Notice(
-                f"the server read only {seen} of about {expected} tokens: it drops the front of what is sent. Its"
-                f" context window is taken as {self.window.tokens} tokens from now on; load the model with a larger"
-                " one if you can."
+                f"the server read only {usage.input} of about {expected} tokens: it drops the front of what is sent."
+                f" Its context window is taken as {tokens} tokens from now on; load the model with a larger one if you"
+                " can."
             )
-        else:
-            self.ratio = min(4.0, max(0.8, seen / self._sent))
-            self._counted, self._reported, self._extends = self._sent, seen, True
-        self._most = max(self._most, seen)
 
     def _learn(self, overflow: ContextOverflow) -> None:
         """Believe a refusal: the window is what it names, or less than what was sent."""
@@ -6790,12 +6807,12 @@ class ViewKeeper:
         if self._overflows >= MAX_OVERFLOWS:
             raise self._full(f"the context is full even after compaction: {overflow}")
         used, limit = self.used(), overflow.limit
-        self._extends = False
+        self._meter.changed()
         self._swept_in_vain.clear()
         if limit:
             if limit < self.window.tokens:
                 self.window = ContextWindow(limit, "named by the server in a refusal")
-            self.ratio = max(self.ratio, self.window.tokens * 1.05 / self._estimate())
+            self._meter.refused(self._estimate(), self.window.tokens)
         elif used < self.window.tokens * 1.1:
             self.window = ContextWindow(max(MIN_GUESS, int(used * 0.9)), "learned from a refusal")
 
@@ -6848,14 +6865,14 @@ class ViewKeeper:
         """
         least = self.window.tokens // 20
         before = self._swept_in_vain.get(keep)
-        if before is not None and (self._view.tokens - before) * self.ratio < least:
+        if before is not None and (self._view.tokens - before) * self._meter.ratio < least:
             return None
         seen = seen_by_model(self.messages)
         swept = before_recent(seen, self.checkpoint.covered, self._view.sizes, keep)
         room = min(self.checkpoint.room or sys.maxsize, self.window.tokens)
         event = Elided(max(swept, self.checkpoint.elided), room, self.used(), 0)
         after = View(self.system_prompt, self.messages, self.checkpoint.after(event), self._view).tokens
-        if (self._view.tokens - after) * self.ratio >= least:
+        if (self._view.tokens - after) * self._meter.ratio >= least:
             return self._change(event)
         self._swept_in_vain[keep] = self._view.tokens
         return None
@@ -6872,8 +6889,8 @@ class ViewKeeper:
             self.wanted = None
             raise NoSummary("there is nothing left to summarise")
         order = summary_prompt(room, self.wanted or "")
-        whole = self._view.with_order(order) if self._caches and self.share() < 0.9 else ()
-        size = int(room * 4 * 0.6 / self.ratio) - len(order)
+        whole = self._view.with_order(order) if self._meter.caches and self.share() < 0.9 else ()
+        size = int(room * 4 * 0.6 / self._meter.ratio) - len(order)
         work = SummaryWork(self.messages[covered:end], self.checkpoint.summary, order, size, whole)
         summary = ""
         try:
