@@ -17,9 +17,9 @@ the list of messages and only grows; the *view* is what is sent of it. *Events* 
 yields; *sinks* (renderers, the session log) take them, and decide nothing.
 
 Sections: Errors and interruption, Configuration, Messages, Events, Text, Workspace, Snapshots, Sandbox, Commands,
-Evidence, Tools, Approval, Provider: errors, Provider: adaptation, Provider: wires, Provider: JSON wire,
-Provider: requests, Provider: embedded model, Project notes, Context, Plan, Agent, Session, Undo, Markdown, Renderers,
-Slash commands, Terminal, REPL, Headless, Replay, Doctor, Command line.
+Evidence, Tools, Approval, Provider: errors, Provider: adaptation, Provider: wires, Provider: printed calls, Provider:
+JSON wire, Provider: requests, Provider: embedded model, Project notes, Context, Plan, Agent, Session, Undo, Markdown,
+Renderers, Slash commands, Terminal, REPL, Headless, Replay, Doctor, Command line.
 
 Read `Agent.turn` first: it is the whole control flow. `build_runtime` wires all parts together.
 """
@@ -4752,7 +4752,10 @@ class ResponsesWire:
         return ResponsesReader(source)
 
 
-# Calls that a model prints as text, where its server does not know the model's own form of a call
+# --- Provider: printed calls ----------------------------------------------------------------------
+# Calls that a model prints as text, where its server does not know the model's own form of a call: a text that
+# consists of nothing else is read as calls, and is not shown while it comes.
+
 PRINTED_NOISE = re.compile(
     r"\s+|```\w*|</?tool_calls?>|</?tools?>|\[TOOL_CALLS\]|</function(?:_calls?)?>|<function_calls?>"
     r"|</?invoke>|</?[\w:]*tool_calls?>|<\|(?:python_tag|call|im_end|eom_id|eot_id|end|tool_call_end)\|>"
@@ -4834,6 +4837,37 @@ def printed_calls(text: str) -> list[ToolCall]:
     except (ValueError, RecursionError, ToolError):
         return []
     return calls
+
+
+class PrintedCallGate:
+    """Holds text back for as long as it may turn out to be a printed call, which is not for the user's eyes."""
+
+    STARTS = ("<tool", "<function", "<invoke", "<|", "<｜", "[TOOL_CALLS]", "[{", "{", "```json\n", "```tool_call\n")
+
+    def __init__(self, is_open: bool) -> None:
+        self.has_shown = False
+        self._is_open = is_open
+        self._held = ""
+
+    def feed(self, deltas: Iterable[Delta]) -> Iterator[Delta]:
+        """The deltas that may be shown now."""
+        for delta in deltas:
+            if self._is_open or not isinstance(delta, TextDelta):
+                self.has_shown = True
+                yield delta
+                continue
+            self._held += delta.text
+            start = self._held.lstrip()
+            self._is_open = not any(start.startswith(mark) or mark.startswith(start) for mark in self.STARTS)
+            if self._is_open:
+                yield from self.release()
+
+    def release(self) -> Iterator[Delta]:
+        """What was held back, when it was no call after all."""
+        held, self._held = self._held, ""
+        if held:
+            self.has_shown = True
+            yield TextDelta(held)
 
 
 # --- Provider: JSON wire --------------------------------------------------------------------------
@@ -5587,37 +5621,6 @@ class RequestEncoder:
         self._known = list(body[name])
         rest = json.dumps({key: value for key, value in body.items() if key != name})
         return f'{rest[:-1]}, "{name}": [{", ".join(self._encoded)}]}}'.encode()
-
-
-class PrintedCallGate:
-    """Holds text back for as long as it may turn out to be a printed call, which is not for the user's eyes."""
-
-    STARTS = ("<tool", "<function", "<invoke", "<|", "<｜", "[TOOL_CALLS]", "[{", "{", "```json\n", "```tool_call\n")
-
-    def __init__(self, is_open: bool) -> None:
-        self.has_shown = False
-        self._is_open = is_open
-        self._held = ""
-
-    def feed(self, deltas: Iterable[Delta]) -> Iterator[Delta]:
-        """The deltas that may be shown now."""
-        for delta in deltas:
-            if self._is_open or not isinstance(delta, TextDelta):
-                self.has_shown = True
-                yield delta
-                continue
-            self._held += delta.text
-            start = self._held.lstrip()
-            self._is_open = not any(start.startswith(mark) or mark.startswith(start) for mark in self.STARTS)
-            if self._is_open:
-                yield from self.release()
-
-    def release(self) -> Iterator[Delta]:
-        """What was held back, when it was no call after all."""
-        held, self._held = self._held, ""
-        if held:
-            self.has_shown = True
-            yield TextDelta(held)
 
 
 @dataclass
@@ -6790,7 +6793,7 @@ class ViewKeeper:
         if not usage or not usage.input:
             return
         expected = self._meter.received(usage)
-        if usage.input > self.window.tokens != self.config.context_window:
+        if usage.input > self.window.tokens and self.window.tokens != self.config.context_window:
             self.window = ContextWindow(usage.input, EXCEEDED)
         if expected:
             tokens = min(self.window.tokens, max(MIN_GUESS, self._meter.most))
