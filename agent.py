@@ -17,9 +17,9 @@ the list of messages and only grows; the *view* is what is sent of it. *Events* 
 yields; *sinks* (renderers, the session log) take them, and decide nothing.
 
 Sections: Errors and interruption, Configuration, Messages, Events, Text, Workspace, Snapshots, Sandbox, Commands,
-Evidence, Tools, Approval, Provider: errors, Provider: adaptation, Provider: wires, Provider: printed calls, Provider:
-JSON wire, Provider: requests, Provider: embedded model, Project notes, Context, Plan, Agent, Session, Undo, Markdown,
-Renderers, Slash commands, Terminal, REPL, Headless, Replay, Doctor, Command line.
+Evidence, Tools, Approval, Provider: errors, Provider: adaptation, Provider: wires, Provider: printed calls,
+Provider: JSON wire, Provider: requests, Provider: embedded model, Project notes, Context, Plan, Agent, Session, Undo,
+Markdown, Renderers, Slash commands, Terminal, REPL, Headless, Replay, Doctor, Command line.
 
 Read `Agent.turn` first: it is the whole control flow. `build_runtime` wires all parts together.
 """
