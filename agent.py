@@ -3914,6 +3914,16 @@ class Failed(Exception):
         self.failure = failure
 
 
+def _fields(value: Any) -> dict[str, Any]:
+    """The value if it is an object, else {}."""
+    return value if isinstance(value, dict) else {}
+
+
+def _objects(value: Any) -> list[dict[str, Any]]:
+    """The objects of a list, [] for anything else."""
+    return [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []
+
+
 def _collect(value: Any, key: str, words: list[tuple[str, str]], names: set[str]) -> None:
     """Add the (key, text) pairs of an error body that are the server's own words, and the parameters that it names."""
     if isinstance(value, str) and value[:1] in "[{" and len(value) < 20_000:
@@ -3938,9 +3948,8 @@ def _collect(value: Any, key: str, words: list[tuple[str, str]], names: set[str]
 
 def _status_in(body: Any) -> int:
     """An HTTP status that an error inside a 200 response names, else 0."""
-    error = body[0] if isinstance(body, list) and body else body
-    error = error.get("error", error) if isinstance(error, dict) else {}
-    code = error.get("code") if isinstance(error, dict) else None
+    error = _fields(body[0] if isinstance(body, list) and body else body)
+    code = _fields(error.get("error", error)).get("code")
     return code if isinstance(code, int) and 400 <= code < 600 else 0
 
 
@@ -3958,8 +3967,7 @@ def read_failure(body: Any, status: int = 0, headers: Mapping[str, str] | None =
     names.update(re.findall(r"(?:argument|parameter|field)s?(?: supplied)?:? ([a-z_]+)", text))
     text = re.sub(r"(?<=\d)[,_](?=\d{3}\b)", "", text)  # 128,000 tokens
     said = "; ".join(dict.fromkeys(text for key, text in words if key in SAID_KEYS and not text.isdigit()))
-    inner = body.get("error") if isinstance(body, dict) else None
-    generated = inner.get("failed_generation") if isinstance(inner, dict) else None
+    generated = _fields(_fields(body).get("error")).get("failed_generation")
     headers = headers or {}
     return Failure(
         text, one_line(said or text, 300), status or _status_in(body), frozenset(names), retry_after(headers, text),
@@ -4182,11 +4190,9 @@ class JsonFile:
 
     def read(self) -> dict[str, Any]:
         """What the file holds, {} when that is no JSON object."""
-        try:
-            entries = json.loads(self.path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return {}
-        return entries if isinstance(entries, dict) else {}
+        with contextlib.suppress(OSError, ValueError):
+            return _fields(json.loads(self.path.read_text(encoding="utf-8")))
+        return {}
 
     def put(self, key: str, value: Any) -> None:
         """Set one key, on disk and at once."""
@@ -4289,16 +4295,6 @@ def _text_of(value: Any) -> str:
         return ""
     parts: list[Any] = value
     return "".join(_text_of(p.get("text") or p.get("refusal")) if isinstance(p, dict) else _text_of(p) for p in parts)
-
-
-def _fields(value: Any) -> dict[str, Any]:
-    """The value if it is an object, else {}."""
-    return value if isinstance(value, dict) else {}
-
-
-def _objects(value: Any) -> list[dict[str, Any]]:
-    """The objects of a list, [] for anything else."""
-    return [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []
 
 
 def _number(value: Any) -> int:
@@ -5434,6 +5430,11 @@ class Provider(Protocol):
 WIRE_OF: Mapping[str, type[Wire]] = {"chat": ChatWire, "responses": ResponsesWire, "json": JsonWire}
 
 
+def is_openai(base_url: str) -> bool:
+    """Whether a URL names OpenAI itself."""
+    return bool(says(r"//api\.openai\.com", base_url))
+
+
 def is_loopback(base_url: str) -> bool:
     """Whether a URL names this very machine."""
     return bool(re.match(r"https?://(127\.\d+\.\d+\.\d+|localhost|\[::1\])([:/]|$)", base_url))
@@ -5707,7 +5708,7 @@ class HttpProvider:
         for flag in ("json", "json_guess", "responses", "chat"):
             if flag in self.adaptation.flags:
                 return flag.removesuffix("_guess")
-        return "responses" if says(r"//api\.openai\.com", self.base_url) else "chat"
+        return "responses" if is_openai(self.base_url) else "chat"
 
     async def stream(
         self, messages: Sequence[Message], tools: Sequence[Tool], interrupt: asyncio.Event
@@ -5806,13 +5807,11 @@ class HttpProvider:
 
     def _retry(self, error: ProviderError, failure: Failure, tries: Tries) -> Retry:
         """The wait before the next try; raises the error when there were enough, or the wait is too long."""
-        loading = bool(says(LOADING, failure.text))
+        loading, unreachable = bool(says(LOADING, failure.text)), failure.text == NO_CONNECTION
         most = LOADING_ATTEMPTS if loading else self.config.max_attempts
-        if failure.text == NO_CONNECTION:
-            most = min(most, CONNECT_ATTEMPTS)
-        if tries.attempts >= most:
+        if tries.attempts >= (min(most, CONNECT_ATTEMPTS) if unreachable else most):
             hint = ""
-            if failure.text == NO_CONNECTION:
+            if unreachable:
                 proxied = not is_loopback(self.base_url) and any(map(self.config.environ.get, PROXY_VARIABLES))
                 hint = " Is the proxy right that your environment names?" if proxied else " Is the server running?"
             raise ProviderError(f"{error}. Gave up after {tries.attempts} tries.{hint}", True)
@@ -5881,7 +5880,7 @@ class HttpProvider:
             api_key=self._key or "none", base_url=self.base_url, max_retries=0, http_client=http_client,
             timeout=httpx2.Timeout(2 * SILENT_THINKING_S, connect=15),
         )  # fmt: skip
-        if not says(r"//api\.openai\.com", self.base_url):
+        if not is_openai(self.base_url):
             client.organization = client.project = None  # these are names at OpenAI
         return client
 
@@ -11104,7 +11103,7 @@ def check_key(config: Config) -> Finding:
         return Finding("FAIL", "key", str(exc), "Set it anew: export OPENAI_API_KEY=...")
     if key:
         return Finding("ok", "key", f"OPENAI_API_KEY, {len(key)} characters")
-    if says(r"//api\.openai\.com", config.base_url):
+    if is_openai(config.base_url):
         return Finding("FAIL", "key", "OPENAI_API_KEY is not set", "Set it: export OPENAI_API_KEY=sk-...")
     return Finding("ok", "key", "none; servers on this machine need none")
 
