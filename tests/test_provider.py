@@ -400,6 +400,30 @@ def test_retry_after_as_a_date() -> None:
     assert agent.retry_after({"retry-after": later}) == pytest.approx(50, abs=2)
 
 
+@pytest.mark.parametrize(
+    ("status", "said", "advice", "retryable"),
+    [
+        (429, "Too many requests", "false", False),
+        (503, "", "false", False),
+        (400, "Something else.", "true", True),
+        (401, "Incorrect API key provided", "true", True),
+        (503, "", "perhaps", True),
+    ],
+)
+def test_a_server_says_itself_whether_to_try_again(status: int, said: str, advice: str, retryable: bool) -> None:
+    headers = {"x-should-retry": advice, "retry-after": "7"}
+    error = agent.classify(agent.read_failure({"error": said}, status, headers), "here", "m")
+    assert (error.retryable, error.retry_after_s) == (retryable, 7 if retryable else None)
+    overflow = agent.classify(agent.read_failure("prompt is too long", 400, headers), "here", "m")
+    assert isinstance(overflow, agent.ContextOverflow) and not overflow.retryable, "it is made room for instead"
+
+
+def test_a_server_that_wants_no_other_try_gets_none(server: Serve, converse: Converse) -> None:
+    fake = server(error(503, "down", {"x-should-retry": "false"}), text("never asked for"))
+    assert converse(fake).send("go").reason == "error"
+    assert len(fake.requests) == 1
+
+
 def test_backoff_grows_with_jitter_up_to_its_cap() -> None:
     assert [agent.backoff(n, None, 0) for n in range(1, 8)] == [1, 2, 4, 8, 16, 30, 30]
     assert agent.backoff(3, None, 0.999) == pytest.approx(3, abs=0.01)
