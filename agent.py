@@ -267,12 +267,6 @@ async def interruptible(work: Awaitable[T], interrupt: asyncio.Event, timeout_s:
 # One frozen value that everything below is built from: flag > environment > user file > default.
 # The only section that reads the environment. No file inside a workspace can set anything here.
 
-USER_SETTINGS = (
-    "model", "base_url", "api", "local", "context_window", "max_steps", "approve", "sandbox", "network",
-    "keep_env", "trace", "instructions", "shell_timeout_s", "first_token_timeout_s", "idle_timeout_s", "max_attempts",
-    "editing", "notify", "prices",
-)  # fmt: skip
-
 CHOICES = {
     "api": ("auto", "chat", "responses", "json"),
     "approve": ("plan", "ask", "auto", "all"),
@@ -324,7 +318,7 @@ class Config:
     api_key: str = field(default="", repr=False)
     """The key sent to the provider."""
     api: str = "auto"
-    """The wire: auto, chat (Chat Completions) or json (replies constrained by a schema)."""
+    """The wire: auto, chat (Chat Completions), responses, or json (replies constrained by a schema)."""
     local: str | None = None
     """None: no embedded model; "": the default one; else the path of a GGUF file."""
     context_window: int | None = None
@@ -429,6 +423,9 @@ class Config:
         return {name: value for name, value in named.items() if is_worth_hiding(value)}
 
 
+USER_SETTINGS = tuple(name for name in Config.__dataclass_fields__ if name not in ("workspace", "api_key", "environ"))
+
+
 def _read_user_file(path: Path) -> dict[str, Any]:
     try:
         settings = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -442,12 +439,6 @@ def _read_user_file(path: Path) -> dict[str, Any]:
     return settings
 
 
-def _positive(number: float) -> float:
-    if number <= 0:
-        raise ValueError(number)
-    return number
-
-
 def _setting(name: str, value: Any, source: str) -> Any:
     """Return value in the type of Config's field; raises ConfigError naming where it came from."""
     default = Config.__dataclass_fields__[name].default
@@ -456,11 +447,12 @@ def _setting(name: str, value: Any, source: str) -> Any:
     try:
         if isinstance(default, bool):
             return value if isinstance(value, bool) else {"1": True, "true": True, "0": False, "false": False}[value]
-        if isinstance(default, float) or name.endswith("_s"):
-            return _positive(float(value))
         if isinstance(default, int) or name == "context_window":
-            return int(_positive(int(value)))
-    except (ValueError, KeyError, TypeError):
+            number = float(value) if name.endswith("_s") else int(value)
+            if not number > 0:
+                raise ValueError(number)
+            return number
+    except (ValueError, KeyError, TypeError, OverflowError):
         raise ConfigError(f"{source}: {value!r} does not fit {name}.") from None
     if not isinstance(value, str):
         raise ConfigError(f"{source}: {name} must be text, not {value!r}.")
@@ -475,19 +467,16 @@ def load_config(options: Mapping[str, Any], environ: Mapping[str, str], workspac
     Raises ConfigError for a value that does not fit its setting.
     """
     where = Config(workspace=workspace, environ=dict(environ))
-    values: dict[str, Any] = {}
-    for name, value in _read_user_file(where.config_file).items():
-        values[name] = _setting(name, value, str(where.config_file))
+    saved = _read_user_file(where.config_file)
+    values: dict[str, Any] = {"api_key": environ.get("OPENAI_API_KEY", "").strip()}
     for name in USER_SETTINGS:
-        variable = "AGENT_" + name.upper()
-        if environ.get(variable):
-            values[name] = _setting(name, environ[variable], variable)
-    if environ.get("OPENAI_BASE_URL"):
-        values["base_url"] = environ["OPENAI_BASE_URL"]
-    for name in USER_SETTINGS:
-        if options.get(name) is not None:
-            values[name] = _setting(name, options[name], "--" + name)
-    values["api_key"] = environ.get("OPENAI_API_KEY", "").strip()
+        variable = f"AGENT_{name.upper()}"
+        if name == "base_url" and environ.get("OPENAI_BASE_URL"):
+            variable = "OPENAI_BASE_URL"
+        given = {str(where.config_file): saved.get(name), variable: environ.get(variable) or None}
+        for source, value in {**given, f"--{name}": options.get(name)}.items():  # the last one counts
+            if value is not None:
+                values[name] = _setting(name, value, source)
     return dataclasses.replace(where, **values)
 
 
@@ -670,7 +659,6 @@ def unanswered(messages: Sequence[Message]) -> list[ToolCall]:
     return []
 
 
-LEGAL_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 LEGAL_ID = re.compile(r"[A-Za-z0-9]{9}")  # the form that every known service accepts (Mistral insists on it)
 GO_ON = "Continue."
 
@@ -736,58 +724,7 @@ def _append(valid: list[Message], message: Message) -> None:
         valid.append(message)
         return
     texts = filter(None, (message_text(last), message_text(message)))
-    valid[-1] = {**last, **message, "content": "\n\n".join(texts) or None}
-    valid[-1].pop(NATIVE, None)
-
-
-class ValidMessages:
-    """Makes messages valid, request after request; what the request before held already is not looked at again."""
-
-    def __init__(self) -> None:
-        self._given: list[Message] = []
-        self._valid: list[Message] = []
-        self._taken: set[str] = set()  # ids of calls
-
-    def __call__(self, messages: Sequence[Message]) -> list[Message]:
-        """The messages as every service accepts them. See `valid_messages`."""
-        if not self._goes_on(messages):
-            self._given, self._valid, self._taken = [], [], set()
-        added = [well_formed(message) for message in messages[len(self._given) :]]
-        self._given = list(messages)
-        for index, message in enumerate(added):
-            self._add(message, added, index + 1)
-        ends_badly = not self._valid or self._valid[-1]["role"] in ("assistant", "system")
-        return [*self._valid, user_message(GO_ON)] if ends_badly else list(self._valid)
-
-    def _goes_on(self, messages: Sequence[Message]) -> bool:
-        """Whether an assistant's message follows on those of the request before: then none of them can change."""
-        known = len(self._given)
-        return (
-            0 < known < len(messages)
-            and messages[known].get("role") == "assistant"
-            and bool(self._valid)
-            and self._valid[-1]["role"] in ("user", "tool")
-            and messages[:known] == self._given
-        )
-
-    def _add(self, message: Message, messages: Sequence[Message], after: int) -> None:
-        """Add one message and, to an assistant's, the answers to its calls, which stand from `after` on."""
-        role, text, valid = message.get("role"), message_text(message), self._valid
-        if role == "assistant":
-            calls = _legal_calls(message, self._taken)
-            if not calls and not text.strip():
-                return
-            if not valid or valid[-1]["role"] == "system":
-                valid.append(user_message(GO_ON))
-            _append(valid, with_calls(message if text.strip() else message | {"content": None}, list(calls.values())))
-            answers = _answers(messages, after)
-            for id, call in calls.items():
-                content = answers.get(id, NOT_EXECUTED)
-                valid.append(tool_message(call, ToolResult(content if content.strip() else "")))
-        elif role == "system" and not valid and text.strip():
-            valid.append(system_message(text))
-        elif role != "tool" and text.strip():
-            _append(valid, user_message(text))
+    valid[-1] = without_native({**last, **message, "content": "\n\n".join(texts) or None})
 
 
 def valid_messages(messages: Sequence[Message]) -> list[Message]:
@@ -797,7 +734,29 @@ def valid_messages(messages: Sequence[Message]) -> list[Message]:
     call; no empty content; roles alternate; legal and unique call ids, legal names, arguments that are JSON
     objects; no lone surrogates; the last message is never the assistant's.
     """
-    return ValidMessages()(messages)
+    given: list[Message] = [well_formed(message) for message in messages]
+    valid: list[Message] = []
+    taken: set[str] = set()  # ids of calls
+    for index, message in enumerate(given):
+        role, text = message.get("role"), message_text(message)
+        if role == "assistant":
+            calls = _legal_calls(message, taken)
+            if not calls and not text.strip():
+                continue
+            if not valid or valid[-1]["role"] == "system":
+                valid.append(user_message(GO_ON))
+            _append(valid, with_calls(message if text.strip() else message | {"content": None}, list(calls.values())))
+            answers = _answers(given, index + 1)
+            for id, call in calls.items():
+                content = answers.get(id, NOT_EXECUTED)
+                valid.append(tool_message(call, ToolResult(content if content.strip() else "")))
+        elif role == "system" and not valid and text.strip():
+            valid.append(system_message(text))
+        elif role != "tool" and text.strip():
+            _append(valid, user_message(text))
+    if not valid or valid[-1]["role"] in ("assistant", "system"):
+        valid.append(user_message(GO_ON))
+    return valid
 
 
 # --- Events ---------------------------------------------------------------------------------------
@@ -5690,7 +5649,6 @@ class HttpProvider:
         self._fixed_wire = wire
         self._file = AdaptationFile(config.state_dir / "providers.json")
         self._native_callers: set[str] = set()  # sources that have called a tool in the wire's own form
-        self._valid = ValidMessages()
         self._encode = RequestEncoder()
         self._connecting = threading.Lock()
         self._client: openai.AsyncOpenAI | None = None
@@ -5726,7 +5684,7 @@ class HttpProvider:
         self, messages: Sequence[Message], tools: Sequence[Tool], interrupt: asyncio.Event
     ) -> AsyncGenerator[Delta | Reply, None]:
         """Send one request and read its reply, again and again while that can help. See Provider."""
-        messages, tries, used = self._valid(messages), Tries(), Usage()
+        messages, tries, used = valid_messages(messages), Tries(), Usage()
         may_guess = bool(tools) and not any(map(message_calls, messages)) and self._may_bind_replies()
         while True:
             wire = self._fixed_wire or WIRE_OF[self.wire_name()]()
