@@ -1493,7 +1493,7 @@ PIECE_BYTES = 250_000  # of a file in memory at a time
 MAX_ENTRIES = 200_000  # in one workspace
 MAX_NEW_BYTES = 2_000_000_000  # that one snapshot adds
 MAX_STORE_BYTES = 1_000_000_000  # of one workspace, compressed: beyond it the oldest snapshots are forgotten
-MIN_FREE_BYTES = 200_000_000  # left on the disk of the store
+MIN_FREE_BYTES = 500 << 20  # left on a disk, by snapshots and by the output of commands
 MAX_DEPTH = 200
 SETTLED_NS = 2_000_000_000  # a file changed less long ago than this is read again: clocks of file systems are coarse
 SYNC_EACH = 200  # new objects that are synced one by one; more of them: the whole system once
@@ -2238,7 +2238,6 @@ SPOOL_BYTES, OUTPUT_LIMIT = 64 << 20, 1 << 30  # what is kept on disk; where the
 MAX_TIMEOUT_S = 600
 DRAIN_S = 0.5  # how long to read on after the shell has exited: what it started may hold the pipe open for ever
 LEFTOVER_S = 0.25  # what the shell leaves running (tee) may end by itself
-MIN_FREE_BYTES = 500 << 20
 MAX_COMMAND_BYTES = 128_000  # the kernel's limit for one argument
 
 
@@ -2692,7 +2691,10 @@ _WRAPPER = re.compile(  # what may stand before the program
     r" ((--(with|python|extra|group)|-p) \S+ |-\S+ )*|(python[\d.]* -m )?coverage run (-(?!m )\S+ )*(?=-m ))"
 )
 _HERE_DOCUMENT = re.compile(r"<<-?\s*(['\"]?)(\w+)\1(.*?)\n.*?^\s*\2$", re.DOTALL | re.MULTILINE)
-NO_TESTS = re.compile(r"^(Ran 0 tests|NO TESTS RAN|=+ no tests ran)|\[no test files\]\s*\Z", re.MULTILINE)
+NO_TESTS = re.compile(
+    r"^(Ran 0 tests|NO TESTS RAN|=+ no tests ran)|\A(\?\s.*\[no test files\]\n)+(\[exit|\Z)", re.MULTILINE
+)
+"""The output of a test run that found no tests."""
 
 
 CLAIM = re.compile(
@@ -4867,7 +4869,6 @@ TRACEBACK_LINE = re.compile(r'File "([^"\n]+)", line \d+')
 COMPARED_ERROR = re.compile(r"\bassert(?!Raises)\w+\(.*\b[A-Z]\w*Error\)$", re.MULTILINE)  # as if it were a result
 ERROR_LINE = re.compile(r"^\w*(?:Error|Exception)\b.*$", re.MULTILINE)
 STATUS_LINE = re.compile(r"^\[exit code (\d+)", re.MULTILINE)
-NO_TESTS = re.compile(r"^(Ran 0 tests|NO TESTS RAN)", re.MULTILINE)
 KNOW_ENOUGH = "If you know enough, answer."
 MAX_LOOKS = 6  # calls that only look before something must be done
 MAX_MENDS = 6  # failed attempts to mend before the model may say that it failed
