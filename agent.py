@@ -1212,18 +1212,43 @@ def c_library() -> Any:
     return ctypes.CDLL(None, use_errno=True)
 
 
+@contextlib.contextmanager
+def closing_fd(file: int) -> Iterator[int]:
+    """A file descriptor that is closed at the end of the `with` block."""
+    try:
+        yield file
+    finally:
+        os.close(file)
+
+
+def create_file(path: str | Path, mode: int, directory: int | None = None, buffering: int = -1) -> IO[bytes]:
+    """A new file to be written; raises OSError, also when something is there already."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+    return open(os.open(path, flags, mode, dir_fd=directory), "wb", buffering)
+
+
+@contextlib.contextmanager
+def put_in_place(name: str, directory: int) -> Iterator[str]:
+    """A name for what is made beside `name`, and takes its place in one step when the block ends without an error."""
+    temporary = f".agent-{secrets.token_hex(6)}.tmp"
+    try:
+        yield temporary
+        os.replace(temporary, name, src_dir_fd=directory, dst_dir_fd=directory)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary, dir_fd=directory)
+        raise
+
+
 def _open_stepwise(base: int, path: str, flags: int) -> int:
     """Open a path below the directory `base` one component after the other, following no link."""
     *parents, leaf = Path(path).parts or (".",)
-    directory = os.dup(base)
-    try:
+    with contextlib.ExitStack() as opened:
+        directory = base
         for part in parents:
-            inner = os.open(part, ONLY_DIRECTORY | os.O_NOFOLLOW, dir_fd=directory)
-            os.close(directory)
-            directory = inner
+            directory = os.open(part, ONLY_DIRECTORY | os.O_NOFOLLOW, dir_fd=directory)
+            opened.callback(os.close, directory)
         return os.open(leaf, flags | os.O_NOFOLLOW, dir_fd=directory)
-    finally:
-        os.close(directory)
 
 
 def open_beneath(base: int, path: str, flags: int) -> int:
@@ -1279,51 +1304,40 @@ def _copy_attributes(old: int, new: int) -> None:
             os.setxattr(new, name, os.getxattr(old, name))
 
 
+def _exchange_file(directory: int, name: str, data: bytes, old: int | None = None) -> None:
+    """Put a new file in the place of `name`, in one step, with the attributes of the old one; raises OSError."""
+    with put_in_place(name, directory) as temporary, create_file(temporary, 0o666, directory) as file:
+        file.write(data)
+        file.flush()
+        if old is not None:
+            _copy_attributes(old, file.fileno())
+        os.fsync(file.fileno())
+
+
 def _replace_file(directory: int, name: str, data: bytes) -> None:
-    """Put a file with this content in the place of `name`, in one step where that is possible; raises OSError."""
+    """Give `name` this content, in one step where that is possible; raises OSError."""
     try:
-        old = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=directory)
+        opened = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=directory)
     except FileNotFoundError:
-        old = -1
-    temporary = f".{secrets.token_hex(6)}.tmp"
-    try:
-        if old >= 0 and not stat.S_ISREG(os.fstat(old).st_mode):
+        _exchange_file(directory, name, data)
+        return
+    with closing_fd(opened) as old:
+        if not stat.S_ISREG(os.fstat(old).st_mode):
             raise OSError(errno.EINVAL, "not a regular file")
-        if old >= 0 and os.fstat(old).st_nlink > 1:
-            _overwrite_file(directory, name, data)
-            return
-        try:
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-            with os.fdopen(os.open(temporary, flags, 0o666, dir_fd=directory), "wb") as file:
-                file.write(data)
-                file.flush()
-                if old >= 0:
-                    _copy_attributes(old, file.fileno())
-                os.fsync(file.fileno())
-            os.replace(temporary, name, src_dir_fd=directory, dst_dir_fd=directory)
-        except OSError as exc:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary, dir_fd=directory)
-            if old < 0 or exc.errno not in (errno.EBUSY, errno.EACCES, errno.EPERM, errno.EROFS):
-                raise
-            _overwrite_file(directory, name, data)
-    finally:
-        if old >= 0:
-            os.close(old)
+        if os.fstat(old).st_nlink == 1:
+            try:
+                _exchange_file(directory, name, data, old)
+                return
+            except OSError as exc:
+                if exc.errno not in (errno.EBUSY, errno.EACCES, errno.EPERM, errno.EROFS):
+                    raise
+        _overwrite_file(directory, name, data)
 
 
 def sync_directory(path: Path) -> None:
     """Wait until the names in a directory are on disk."""
-    file = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)
-
-
-def _close_all(files: Iterable[int]) -> None:
-    for file in files:
-        os.close(file)
+    with closing_fd(os.open(path, os.O_RDONLY | os.O_DIRECTORY)) as directory:
+        os.fsync(directory)
 
 
 class Workspace:
@@ -1347,9 +1361,12 @@ class Workspace:
         own = [Path(os.path.realpath(path)) for path in (Path(__file__), *([policy] if policy else []))]
         self.protected = (*(root / name for name in PROTECTED), *own)
         self._known: dict[Path, bytes] = {}  # digest of each file as the model last read or wrote it
-        folders = {"workspace": root, "outside": Path("/")} | ({"scratch": scratch} if scratch else {})
-        self._bases = {zone: os.open(folder, ONLY_DIRECTORY) for zone, folder in folders.items()}
-        self.close = weakref.finalize(self, _close_all, [*self._bases.values()])
+        self._folders = {"workspace": root, "outside": Path("/")} | ({"scratch": scratch} if scratch else {})
+        self._bases = {zone: os.open(folder, ONLY_DIRECTORY) for zone, folder in self._folders.items()}
+        closing = contextlib.ExitStack()
+        for base in self._bases.values():
+            closing.callback(os.close, base)
+        self.close = weakref.finalize(self, closing.close)
         """Let go of the directories; no file can be opened after that."""
 
     def locate(self, path: str) -> Place:
@@ -1390,13 +1407,9 @@ class Workspace:
                 return "has another name on this disk, which changes too"
         return ""
 
-    def _relative(self, place: Place, path: Path) -> str:
-        base = {"workspace": self.root, "scratch": self.scratch or self.root, "outside": Path("/")}[place.zone]
-        return os.path.relpath(path, base)
-
     def open(self, place: Place, flags: int) -> int:
         """A file descriptor of what is there; raises OSError, also when a link has come in between."""
-        return open_beneath(self._bases[place.zone], self._relative(place, place.path), flags)
+        return open_beneath(self._bases[place.zone], os.path.relpath(place.path, self._folders[place.zone]), flags)
 
     def open_file(self, place: Place) -> int:
         """A file descriptor to read a regular file; raises ToolError saying why not."""
@@ -1412,10 +1425,6 @@ class Workspace:
             kind = "a directory. Use list_files." if stat.S_ISDIR(mode) else "not a regular file."
             raise ToolError(f"{place.name} is {kind}")
         return file
-
-    def exists(self, place: Place) -> bool:
-        """Whether something is there."""
-        return os.path.lexists(place.path)
 
     def read(self, place: Place, limit: int = READ_LIMIT) -> bytes:
         """The content of a regular file of at most `limit` bytes; raises ToolError saying why not."""
@@ -1441,27 +1450,20 @@ class Workspace:
     def write(self, place: Place, data: bytes) -> None:
         """Replace a file's content in one step; directories are created. Raises ToolError, then nothing changed."""
         try:
-            directory = self._open_directory(place, place.path.parent)
-            try:
+            with closing_fd(self._open_parent(place)) as directory:
                 _replace_file(directory, place.path.name, data)
-            finally:
-                os.close(directory)
         except OSError as exc:
             raise ToolError(f"{place.name}: {exc.strerror}.") from None
         self.remember(place, data)
 
-    def _open_directory(self, place: Place, directory: Path) -> int:
-        """A directory below the place's base, made if it is missing."""
-        base = self._bases[place.zone]
+    def _open_parent(self, place: Place) -> int:
+        """The directory in which a place lies, made if it is missing; raises OSError."""
+        above = dataclasses.replace(place, path=place.path.parent)
         with contextlib.suppress(FileNotFoundError):
-            return open_beneath(base, self._relative(place, directory), ONLY_DIRECTORY)
-        parent = self._open_directory(place, directory.parent)
-        try:
-            with contextlib.suppress(FileExistsError):
-                os.mkdir(directory.name, dir_fd=parent)
-        finally:
-            os.close(parent)
-        return open_beneath(base, self._relative(place, directory), ONLY_DIRECTORY)
+            return self.open(above, ONLY_DIRECTORY)
+        with closing_fd(self._open_parent(above)) as directory, contextlib.suppress(FileExistsError):
+            os.mkdir(above.path.name, dir_fd=directory)
+        return self.open(above, ONLY_DIRECTORY)
 
     def env_file_secrets(self) -> dict[str, str]:
         """Name and value of what looks like a secret in the .env files at the workspace's top."""
@@ -1611,15 +1613,14 @@ class SnapshotStore:
         digest, packer = hashlib.blake2b(digest_size=20), zlib.compressobj(1)
         temporary = f"{self._objects}/{secrets.token_hex(8)}.new"
         try:
-            file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            with open(file, "wb") as target:
+            with create_file(temporary, 0o600) as file:
                 for piece in pieces:
                     digest.update(piece)
-                    self._count_new(target.write(packer.compress(piece)))
-                self._count_new(target.write(packer.flush()))
-                target.flush()
+                    self._count_new(file.write(packer.compress(piece)))
+                self._count_new(file.write(packer.flush()))
+                file.flush()
                 if self._new_objects <= SYNC_EACH:
-                    os.fdatasync(file)
+                    os.fdatasync(file.fileno())
             name = name or digest.hexdigest()
             try:
                 os.replace(temporary, self._path(name))
@@ -1679,11 +1680,8 @@ class SnapshotStore:
             for folder in (self.folder, self.folder / "objects", self.folder / "roots"):
                 folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._load_index()
-            directory = _open_directory(str(self.root))
-            try:
+            with closing_fd(_open_directory(str(self.root))) as directory:
                 name = self._scan(directory, "", os.fstat(directory), 0)
-            finally:
-                os.close(directory)
             if name is None:
                 raise SnapshotError("the workspace is the agent's own state directory")
             if self._new_objects > SYNC_EACH:
@@ -1845,19 +1843,20 @@ class SnapshotStore:
 
     # Comparing and going back
 
-    def differences(self, old: str, new: str) -> Iterator[tuple[str, Entry | None, Entry | None]]:
-        """(path, entry before, entry after) of all that differs between two trees, sorted; raises SnapshotError."""
-        yield from self._differences(self.tree(old), self.tree(new), "")
+    def differences(self, old: str, new: str, path: str = "") -> Iterator[tuple[str, Entry | None, Entry | None]]:
+        """(path, entry before, entry after) of all that differs between two trees, sorted; raises SnapshotError.
 
-    def _differences(self, old: Tree, new: Tree, path: str) -> Iterator[tuple[str, Entry | None, Entry | None]]:
-        for name in sorted(old.entries.keys() | new.entries.keys()):
-            was, now = old.entries.get(name), new.entries.get(name)
+        An empty name stands for a tree without entries.
+        """
+        before, after = (self.tree(name).entries if name else {} for name in (old, new))
+        for name in sorted(before.keys() | after.keys()):
+            was, now = before.get(name), after.get(name)
             if was == now:
                 continue
-            if not (was and now and was.kind == now.kind == "d"):
+            inner_old, inner_new = (entry.content if entry and entry.kind == "d" else "" for entry in (was, now))
+            if not (inner_old and inner_new):
                 yield path + name, was, now
-            below = [self._tree_of(entry) or Tree(0, {}) for entry in (was, now)]
-            yield from self._differences(below[0], below[1], f"{path}{name}/")
+            yield from self.differences(inner_old, inner_new, f"{path}{name}/")
 
     def changed_files(self, old: str, new: str) -> tuple[str, ...] | None:
         """The paths of files and links that differ between two trees; None when that cannot be told."""
@@ -1881,11 +1880,8 @@ class SnapshotStore:
         restored = Restored(force)
         trees = self.tree(live), self.tree(old), self.tree(new)
         try:
-            directory = _open_directory(str(self.root))
-            try:
+            with closing_fd(_open_directory(str(self.root))) as directory:
                 self._restore(directory, "", *trees, restored)
-            finally:
-                os.close(directory)
         except OSError as exc:
             restored.kept.append((".", exc.strerror or str(exc)))
         return restored
@@ -1893,12 +1889,9 @@ class SnapshotStore:
     def unpack(self, name: str) -> Restored:
         """Put the files of a tree into the workspace, which should be empty; raises SnapshotError."""
         restored = Restored()
-        directory = _open_directory(str(self.root))
-        try:
+        with closing_fd(_open_directory(str(self.root))) as directory:
             nothing = Tree(stat.S_IMODE(os.fstat(directory).st_mode), {})
             self._restore(directory, "", nothing, nothing, self.tree(name), restored)
-        finally:
-            os.close(directory)
         return restored
 
     def _restore(self, directory: int, path: str, live: Tree, old: Tree, new: Tree, restored: Restored) -> None:
@@ -1930,11 +1923,8 @@ class SnapshotStore:
         if live and (new or old or restored.force):  # what is in it may be mended in part
             empty = Tree(live.mode, {})
             since = live if restored.force and not new else old or empty
-            child = _open_directory(name, directory)
-            try:
+            with closing_fd(_open_directory(name, directory)) as child:
                 self._restore(child, path + "/", live, since, new or empty, restored)
-            finally:
-                os.close(child)
             if new:
                 return
             try:
@@ -1964,12 +1954,9 @@ class SnapshotStore:
             if now:
                 os.unlink(name, dir_fd=directory)
             os.mkdir(name, 0o700, dir_fd=directory)
-            child = _open_directory(name, directory)
-            try:
+            with closing_fd(_open_directory(name, directory)) as child:
                 nothing = Tree(tree.mode, {})
                 self._restore(child, path + "/", nothing, nothing, tree, restored)
-            finally:
-                os.close(child)
         elif now and now.kind == goal.kind == "f" and now.content == goal.content:
             os.chmod(name, goal.mode, dir_fd=directory)
         else:
@@ -1977,22 +1964,15 @@ class SnapshotStore:
 
     def _put_back(self, directory: int, name: str, goal: Entry) -> None:
         """Make a file or a link beside its place and move it there."""
-        temporary = f".agent-{secrets.token_hex(6)}"
-        try:
+        with put_in_place(name, directory) as temporary:
             if goal.kind == "l":
                 os.symlink(goal.content, temporary, dir_fd=directory)
             else:
-                flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-                with open(os.open(temporary, flags, 0o600, dir_fd=directory), "wb") as file:
+                with create_file(temporary, 0o600, directory) as file:
                     file.writelines(self.pieces(goal.content))
                     file.flush()
                     os.fchmod(file.fileno(), goal.mode)
                     os.fdatasync(file.fileno())
-            os.replace(temporary, name, src_dir_fd=directory, dst_dir_fd=directory)
-        except (OSError, SnapshotError):
-            with contextlib.suppress(OSError):
-                os.unlink(temporary, dir_fd=directory)
-            raise
 
 
 # --- Sandbox --------------------------------------------------------------------------------------
@@ -3291,7 +3271,7 @@ class Edit:
 def _edit(context: ToolContext, place: Place, arguments: dict[str, Any]) -> Edit:
     """Work out what would be written; raises ToolError. Changes nothing."""
     workspace, content, wanted = context.workspace, arguments["content"], arguments.get("replace")
-    if not workspace.exists(place):
+    if not os.path.lexists(place.path):
         if wanted:
             raise ToolError(f"{place.name} does not exist, so nothing in it can be replaced.")
         return Edit(None, content, TextFile("").encode(content), stale=False)
