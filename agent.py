@@ -2022,23 +2022,16 @@ def make_scratch(state_dir: Path) -> tuple[Path, int]:
     parent.mkdir(parents=True, exist_ok=True)
     os.chmod(state_dir, 0o700)
     os.chmod(parent, 0o700)
-    door = os.open(parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
+    with closing_fd(os.open(parent, os.O_RDONLY | os.O_DIRECTORY)) as door:
         fcntl.flock(door, fcntl.LOCK_EX)
         for old in parent.iterdir():
-            with contextlib.suppress(OSError):
-                lock = os.open(old, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-                try:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    shutil.rmtree(old, ignore_errors=True)
-                finally:
-                    os.close(lock)
+            with contextlib.suppress(OSError), closing_fd(_open_directory(str(old))) as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(old, ignore_errors=True)
         scratch = Path(tempfile.mkdtemp(dir=parent, prefix="run-"))
-        lock = os.open(scratch, os.O_RDONLY | os.O_DIRECTORY)
+        lock = _open_directory(str(scratch))
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return scratch, lock
-    finally:
-        os.close(door)
 
 
 def seatbelt_profile(workspace: Workspace, network: bool, read_only: bool) -> str:
@@ -2240,8 +2233,7 @@ class CommandOutput:
 
     def _open_spool(self) -> None:
         with contextlib.suppress(OSError):
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-            self._file = os.fdopen(os.open(self.spool, flags, 0o600), "wb", buffering=0)
+            self._file = create_file(self.spool, 0o600, buffering=0)
             self._file.write(self.head + self.tail)
 
     def add(self, data: bytes) -> None:
@@ -2281,8 +2273,7 @@ class CommandOutput:
         return clean((self.head + note.encode() + self.tail).decode("utf-8", "replace"))
 
 
-@dataclass(frozen=True)
-class _Process:
+class _Process(NamedTuple):
     """A line of the process table. `tag`: which command it belongs to, if it is our child; b"" if it does not say."""
 
     parent: int
@@ -2291,11 +2282,8 @@ class _Process:
 
 
 def _read_proc(pid: str, name: str) -> bytes:
-    file = os.open(f"/proc/{pid}/{name}", os.O_RDONLY)
-    try:
+    with closing_fd(os.open(f"/proc/{pid}/{name}", os.O_RDONLY)) as file:
         return os.read(file, 1 << 17)
-    finally:
-        os.close(file)
 
 
 def _process_table() -> dict[int, _Process]:
@@ -2381,13 +2369,13 @@ class Job:
     async def _watch(self) -> None:
         """Set `exited` when the shell has ended."""
         if hasattr(os, "pidfd_open"):
-            handle, ended = os.pidfd_open(self.process.pid), asyncio.Event()
-            self._loop.add_reader(handle, ended.set)
-            try:
-                await ended.wait()
-            finally:
-                self._loop.remove_reader(handle)
-                os.close(handle)
+            with closing_fd(os.pidfd_open(self.process.pid)) as handle:
+                ended = asyncio.Event()
+                self._loop.add_reader(handle, ended.set)
+                try:
+                    await ended.wait()
+                finally:
+                    self._loop.remove_reader(handle)
         while self.process.poll() is None:
             await asyncio.sleep(0.02)
         self.exited.set()
@@ -2517,13 +2505,9 @@ class Jobs:
     """Starts commands and keeps those in the background. One for a run of the program; `close` ends them all."""
 
     def __init__(
-        self,
-        workspace: Workspace,
-        environ: Mapping[str, str],
-        sandbox: Sandbox | None = None,
-        folder: Path | None = None,
-        lock: int | None = None,
-    ) -> None:
+        self, workspace: Workspace, environ: Mapping[str, str], sandbox: Sandbox | None = None,
+        folder: Path | None = None, lock: int | None = None,
+    ) -> None:  # fmt: skip
         """`folder`: where whole outputs are kept; removed in the end, its `lock` let go. In the sandbox it is /tmp."""
         self.workspace = workspace
         self.sandbox = sandbox
@@ -2531,16 +2515,14 @@ class Jobs:
         self._lock = lock
         self.background: dict[int, Job] = {}
         self._environ = environ
-        self._shell = find_program("bash", self._search_path(), workspace.root) or "/bin/sh"
+        self.search_path = environ.get("PATH", os.defpath)
+        self._shell = find_program("bash", self.search_path, workspace.root) or "/bin/sh"
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._told: set[int] = set()
         self._holder: subprocess.Popen[bytes] | None = None
         self._holder_pid = 0
         self._watcher: subprocess.Popen[bytes] | None = None
         self._session_tag = secrets.token_hex(16)
-
-    def _search_path(self) -> str:
-        return self._environ.get("PATH", os.defpath)
 
     @property
     def folder(self) -> Path:
@@ -2556,11 +2538,11 @@ class Jobs:
         """
         import subprocess
 
-        nsenter = find_program("nsenter", self._search_path(), self.workspace.root)
+        nsenter = find_program("nsenter", self.search_path, self.workspace.root)
         if self._holder is None and nsenter and sandbox.program.endswith("bwrap"):
             argv = [sandbox.program, *shlex.split("--die-with-parent --unshare-user --unshare-net --bind / /")]
             argv += [sandbox.shell, "-c", "echo $$; exec sleep infinity"]
-            environ = {"PATH": self._search_path(), "AGENT_CALL": "holder"}
+            environ = {"PATH": self.search_path, "AGENT_CALL": "holder"}
             self._holder = subprocess.Popen(
                 argv, env=environ, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, start_new_session=True
             )
@@ -2577,7 +2559,7 @@ class Jobs:
 
         if self._watcher is None and os.path.isdir("/proc"):
             argv = ["/bin/sh", "-c", WATCHER, self._session_tag]
-            environ = {"PATH": self._search_path(), "AGENT_CALL": "watcher"}
+            environ = {"PATH": self.search_path, "AGENT_CALL": "watcher"}
             self._watcher = subprocess.Popen(argv, env=environ, stdin=subprocess.PIPE, start_new_session=True)
 
     def start(
@@ -2838,22 +2820,20 @@ class Tool:
     preview: Callable[[ToolContext, dict[str, Any]], Preview]
     source: str = ""
 
-
-def _object(required: Sequence[str], **properties: dict[str, Any]) -> dict[str, Any]:
-    """A JSON schema of an object; every property has a plain type, since some servers insist on one."""
-    return {"type": "object", "properties": properties, "required": list(required), "additionalProperties": False}
-
-
-def _text(description: str) -> dict[str, Any]:
-    return {"type": "string", "description": description}
+    @property
+    def keys(self) -> str:
+        """The names of its parameters, with a question mark behind those that may be missing."""
+        required = self.parameters["required"]
+        return ", ".join(name if name in required else f"{name}?" for name in self.parameters["properties"])
 
 
-def _integer(description: str) -> dict[str, Any]:
-    return {"type": "integer", "description": description}
+def _parameters(required: Sequence[str], **properties: tuple[str, str]) -> dict[str, Any]:
+    """A JSON schema of an object with these properties: name=(type, description).
 
-
-def _boolean(description: str) -> dict[str, Any]:
-    return {"type": "boolean", "description": description}
+    Every property has a plain type, since some servers insist on one.
+    """
+    schemas = {name: {"type": kind, "description": text} for name, (kind, text) in properties.items()}
+    return {"type": "object", "properties": schemas, "required": list(required), "additionalProperties": False}
 
 
 LOOKING = {
@@ -3000,11 +2980,10 @@ def _preview_command(context: ToolContext, arguments: dict[str, Any]) -> Preview
         concern = "outside the sandbox"
     elif network and not context.config.network:
         concern = "with the network"
-    search_path = context.config.command_environment.get("PATH", os.defpath)
     special = unsandboxed or network or arguments.get("background")
     return Preview(
         "exec", one_line(command), command, concern, arguments.get("reason") or "",
-        harmless=not special and only_looks(command, context.workspace, search_path), confined=not concern,
+        harmless=not special and only_looks(command, context.workspace, context.jobs.search_path), confined=not concern,
     )  # fmt: skip
 
 
@@ -3013,14 +2992,14 @@ RUN_SHELL_COMMAND = Tool(
     description="Run a bash command. Each call is a new shell that starts in the workspace (use `cd x && ...`), without"
     " terminal and standard input. In the sandbox only the workspace and /tmp can be written, and there is no network."
     " Returns the output and the exit code.",
-    parameters=_object(
+    parameters=_parameters(
         ["command"],
-        command=_text("The command."),
-        timeout_s=_integer("Time limit in seconds, default 120, at most 600."),
-        background=_boolean("Keep it running after the call, as a server; `jobs` lists, `kill %N` stops."),
-        network=_boolean("With network; the user is asked."),
-        unsandboxed=_boolean("Outside the sandbox; the user is asked."),
-        reason=_text("Why, for the user who is asked."),
+        command=("string", "The command."),
+        timeout_s=("integer", "Time limit in seconds, default 120, at most 600."),
+        background=("boolean", "Keep it running after the call, as a server; `jobs` lists, `kill %N` stops."),
+        network=("boolean", "With network; the user is asked."),
+        unsandboxed=("boolean", "Outside the sandbox; the user is asked."),
+        reason=("string", "Why, for the user who is asked."),
     ),
     risk="exec",
     run=run_shell_command,
@@ -3103,11 +3082,8 @@ class FileLister:
             if not folder:
                 raise
             return
-        try:
-            with os.scandir(directory) as found:
-                entries = sorted((entry.name, entry.is_dir(follow_symlinks=False)) for entry in found)
-        finally:
-            os.close(directory)
+        with closing_fd(directory), os.scandir(directory) as found:
+            entries = sorted((entry.name, entry.is_dir(follow_symlinks=False)) for entry in found)
         if (".gitignore", False) in entries and self.place.zone == "workspace":
             self._read_rules(f"{from_root}/.gitignore".lstrip("/"), from_root)
         for name, is_directory in entries:
@@ -3156,11 +3132,11 @@ def _preview_reading(context: ToolContext, arguments: dict[str, Any]) -> Preview
 LIST_FILES = Tool(
     name="list_files",
     description="List a directory, one name per line, directories with a slash. What git ignores is left out.",
-    parameters=_object(
+    parameters=_parameters(
         [],
-        directory=_text("Relative path; default: the workspace."),
-        depth=_integer("Levels to descend, default 1."),
-        glob=_text("Show only names that match, at any depth, such as *.py."),
+        directory=("string", "Relative path; default: the workspace."),
+        depth=("integer", "Levels to descend, default 1."),
+        glob=("string", "Show only names that match, at any depth, such as *.py."),
     ),
     risk="read",
     run=list_files,
@@ -3316,11 +3292,11 @@ WRITE_TO_FILE = Tool(
     name="write_to_file",
     description="Create or overwrite a file with content. With `replace`, that exact text, which must occur once in the"
     " file, is replaced by content instead.",
-    parameters=_object(
+    parameters=_parameters(
         ["path", "content"],
-        path=_text("Relative path; missing directories are created."),
-        content=_text("The whole new text, or what replaces `replace`."),
-        replace=_text("Exact text to be replaced, with enough lines to be unique."),
+        path=("string", "Relative path; missing directories are created."),
+        content=("string", "The whole new text, or what replaces `replace`."),
+        replace=("string", "Exact text to be replaced, with enough lines to be unique."),
     ),
     risk="write",
     run=write_to_file,
@@ -3387,12 +3363,12 @@ async def read_from_file(context: ToolContext, arguments: dict[str, Any]) -> Too
 READ_FROM_FILE = Tool(
     name="read_from_file",
     description="Read a text file.",
-    parameters=_object(
+    parameters=_parameters(
         ["path"],
-        path=_text("Relative path."),
-        offset=_integer("First line to read, default 1."),
-        limit=_integer("Number of lines, default and at most 2000."),
-        line_numbers=_boolean("Put a number before each line."),
+        path=("string", "Relative path."),
+        offset=("integer", "First line to read, default 1."),
+        limit=("integer", "Number of lines, default and at most 2000."),
+        line_numbers=("boolean", "Put a number before each line."),
     ),
     risk="read",
     run=read_from_file,
@@ -3414,8 +3390,7 @@ def describe_call(call: ToolCall) -> tuple[str, str]:
     except json.JSONDecodeError:
         return verb, one_line(call.arguments, 200)
     values = list(arguments.values()) if isinstance(arguments, dict) else []
-    key = "path" if isinstance(arguments, dict) and "path" in arguments else None
-    subject = arguments[key] if key else values[0] if values else "."
+    subject = arguments["path"] if values and "path" in arguments else values[0] if values else "."
     return verb, one_line(str(subject), 200)
 
 
@@ -3482,11 +3457,9 @@ MAX_CALLS = 50  # in one reply
 
 def _unreadable(tool: Tool, mistake: ValueError) -> str:
     """What is wrong with a call's arguments, and which keys the tool has."""
-    required = tool.parameters["required"]
-    keys = ", ".join(name + ("" if name in required else "?") for name in tool.parameters["properties"])
     if isinstance(mistake, json.JSONDecodeError):
-        return f"The arguments of {tool.name} are not valid JSON ({mistake}). Its keys: {keys}."
-    return f"The arguments of {tool.name} must be a JSON object with the keys {keys}; {mistake}."
+        return f"The arguments of {tool.name} are not valid JSON ({mistake}). Its keys: {tool.keys}."
+    return f"The arguments of {tool.name} must be a JSON object with the keys {tool.keys}; {mistake}."
 
 
 def settled_calls(calls: Sequence[ToolCall]) -> tuple[list[ToolCall], str]:
@@ -3537,7 +3510,6 @@ def parse_arguments(tool: Tool, text: str) -> dict[str, Any]:
     Harmless mistakes are mended: a number or truth value written as text, an unknown key, a null.
     """
     properties, required = tool.parameters["properties"], tool.parameters["required"]
-    keys = ", ".join(name + ("" if name in required else "?") for name in properties)
     try:
         given = read_arguments(text)
     except ValueError as exc:
@@ -3548,7 +3520,7 @@ def parse_arguments(tool: Tool, text: str) -> dict[str, Any]:
             arguments[name] = _coerce(tool.name, name, schema["type"], given[name])
     missing = [name for name in required if name not in arguments]
     if missing:
-        raise ToolError(f"{tool.name} needs {', '.join(missing)}. Its keys: {keys}.")
+        raise ToolError(f"{tool.name} needs {', '.join(missing)}. Its keys: {tool.keys}.")
     return arguments
 
 
