@@ -17,9 +17,9 @@ the list of messages and only grows; the *view* is what is sent of it. *Events* 
 yields; *sinks* (renderers, the session log) take them, and decide nothing.
 
 Sections: Errors and interruption, Configuration, Messages, Events, Text, Workspace, Snapshots, Sandbox, Commands,
-Evidence, Tools, Approval, Provider: errors, Provider: adaptation, Provider: wires, Provider: JSON wire,
-Provider: requests, Provider: embedded model, Project notes, Context, Plan, Agent, Session, Undo, Markdown, Renderers,
-Slash commands, Terminal, REPL, Headless, Replay, Doctor, Command line.
+Evidence, Tools, Tools: commands, Tools: files, Tools: calls, Approval, Provider: errors, Provider: adaptation,
+Provider: wires, Provider: JSON wire, Provider: requests, Provider: embedded model, Project notes, Context, Plan,
+Agent, Session, Undo, Markdown, Renderers, Slash commands, Terminal, REPL, Headless, Replay, Doctor, Command line.
 
 Read `Agent.turn` first: it is the whole control flow. `build_runtime` wires all parts together.
 """
@@ -932,8 +932,6 @@ class TestRun:
     `tree`: the snapshot of the workspace just after it, "" when there is none.
     """
 
-    __test__ = False  # pytest: this is no test class
-
     command: str
     status: int | None
     tree: str = ""
@@ -968,11 +966,9 @@ class Evidence:
         run = f"{self.test.command}: {'exit status not known' if status is None else f'exit {status}'}"
         if self.changed_since is None:
             return f"{run}; what was changed since cannot be told"
-        return (
-            f"no test ran since the last change ({run}, before it)"
-            if self.changed_since
-            else (f"{run}, after the last change")
-        )
+        if self.changed_since:
+            return f"no test ran since the last change ({run}, before it)"
+        return f"{run}, after the last change"
 
     def lines(self) -> list[str]:
         """The whole in one or two lines; none when there is nothing to say."""
@@ -1177,8 +1173,7 @@ def estimate_tokens(value: Any) -> int:
 # and keep mode, owner and extended attributes; line ends, byte order mark and encoding survive an edit.
 # Not covered: a hard link that existed before leads to the same file as its other names (it is asked for).
 
-Zone = Literal["workspace", "scratch", "outside"]
-
+PROGRAM_FILE = Path(os.path.realpath(__file__))
 SPEC_FILE, PLAN_FILE = "spec.txt", "plan.txt"  # the workflow's two files, at the workspace's top
 
 HIDDEN = (
@@ -1272,7 +1267,7 @@ class Place:
     """Where a path of the model leads: the real path, which part of the disk that is, and its name for the model."""
 
     path: Path
-    zone: Zone
+    zone: Literal["workspace", "scratch", "outside"]
     name: str
 
 
@@ -1358,8 +1353,8 @@ class Workspace:
         hidden = [home / name for name in HIDDEN] if home else []
         real = [Path(os.path.realpath(path)) for path in [*hidden, *([state_dir] if state_dir else [])]]
         self.hidden = tuple(path for path in real if not _is_below(root, path))
-        own = [Path(os.path.realpath(path)) for path in (Path(__file__), *([policy] if policy else []))]
-        self.protected = (*(root / name for name in PROTECTED), *own)
+        settings = (Path(os.path.realpath(policy)),) if policy else ()
+        self.protected = (*(root / name for name in PROTECTED), PROGRAM_FILE, *settings)
         self._known: dict[Path, bytes] = {}  # digest of each file as the model last read or wrote it
         self._folders = {"workspace": root, "outside": Path("/")} | ({"scratch": scratch} if scratch else {})
         self._bases = {zone: os.open(folder, ONLY_DIRECTORY) for zone, folder in self._folders.items()}
@@ -2048,7 +2043,7 @@ def seatbelt_profile(workspace: Workspace, network: bool, read_only: bool) -> st
     rules += [f"(deny file-read* file-write* (subpath {quoted(path)}))" for path in workspace.hidden]
     rules += [f"(allow file-read* file-write* (subpath {quoted(workspace.scratch or workspace.root)}))"]
     rules += [f"(deny file-write* (subpath {quoted(git / 'hooks')}) (literal {quoted(git / 'config')}))"]
-    rules += [f"(deny file-write* (literal {quoted(Path(os.path.realpath(__file__)))}))"]
+    rules += [f"(deny file-write* (literal {quoted(PROGRAM_FILE)}))"]
     rules += ["(allow network*)"] if network else []
     return "\n".join(rules)
 
@@ -2085,12 +2080,6 @@ class Sandbox:
         root, temporary = self.workspace.root, Path("/tmp")
         return tuple(str(p) for p in self.workspace.hidden if not _is_below(p, temporary) or _is_below(p, root))
 
-    @functools.cached_property
-    def _program(self) -> str:
-        """This file, if it lies in the workspace."""
-        here = Path(os.path.realpath(__file__))
-        return str(here) if _is_below(here, self.workspace.root) else ""
-
     def _protected(self, read_only: bool) -> Iterator[str]:
         """The workspace, what must not be changed in it, and what is hidden: only what exists, so for each call anew.
 
@@ -2106,8 +2095,8 @@ class Sandbox:
             for path in (git / "hooks", git / "config", git / "config.worktree", git / "modules"):
                 if path.exists():
                     yield from ("--ro-bind", str(path), str(path))
-        if self._program:
-            yield from ("--ro-bind", self._program, self._program)
+        if _is_below(PROGRAM_FILE, self.workspace.root):
+            yield from ("--ro-bind", str(PROGRAM_FILE), str(PROGRAM_FILE))
         for hidden in self._masks:
             if os.path.isdir(hidden):
                 yield from ("--tmpfs", hidden)
@@ -2531,21 +2520,23 @@ class Jobs:
             self._folder = Path(tempfile.mkdtemp(prefix="agent-output-"))
         return self._folder
 
+    def _start_helper(self, argv: Sequence[str], tag: str) -> subprocess.Popen[bytes]:
+        """A process that stands by the commands until `close`."""
+        import subprocess
+
+        environ, pipe = {"PATH": self.search_path, "AGENT_CALL": tag}, subprocess.PIPE
+        return subprocess.Popen(argv, env=environ, stdin=pipe, stdout=pipe, start_new_session=True)
+
     def _network_holder(self, sandbox: Sandbox) -> int:
         """A process whose private network the sandboxed calls share from now on, so that they reach a server of ours.
 
         0 where it cannot be had. It ends with us. Started for the first background job only.
         """
-        import subprocess
-
         nsenter = find_program("nsenter", self.search_path, self.workspace.root)
         if self._holder is None and nsenter and sandbox.program.endswith("bwrap"):
             argv = [sandbox.program, *shlex.split("--die-with-parent --unshare-user --unshare-net --bind / /")]
             argv += [sandbox.shell, "-c", "echo $$; exec sleep infinity"]
-            environ = {"PATH": self.search_path, "AGENT_CALL": "holder"}
-            self._holder = subprocess.Popen(
-                argv, env=environ, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, start_new_session=True
-            )
+            self._holder = self._start_helper(argv, "holder")
         if self._holder and self._holder.stdout and not self._holder_pid:
             self._holder_pid = int(self._holder.stdout.readline() or 0)
         return self._holder_pid
@@ -2555,12 +2546,8 @@ class Jobs:
 
         bwrap does so itself, but not in its first milliseconds, before it has asked the kernel for it.
         """
-        import subprocess
-
         if self._watcher is None and os.path.isdir("/proc"):
-            argv = ["/bin/sh", "-c", WATCHER, self._session_tag]
-            environ = {"PATH": self.search_path, "AGENT_CALL": "watcher"}
-            self._watcher = subprocess.Popen(argv, env=environ, stdin=subprocess.PIPE, start_new_session=True)
+            self._watcher = self._start_helper(["/bin/sh", "-c", WATCHER, self._session_tag], "watcher")
 
     def start(
         self, command: str, emit: Callable[[str], None] = lambda text: None, *, network: bool = False,
@@ -2753,9 +2740,9 @@ class Ledger:
 
 
 # --- Tools ----------------------------------------------------------------------------------------
-# The four tools, each with its JSON schema beside it, and the check of what the model passes to them.
-# A tool returns a ToolResult or raises ToolError; both end as the answer to the call. `preview` says beforehand what
-# a call would do, without doing it: that is what approval decides on.
+# What a tool is. It returns a ToolResult or raises ToolError; both end as the answer to the call. `preview` says
+# beforehand what a call would do, without doing it: that is what approval decides on.
+# The four tools follow in the next two sections, each with its JSON schema beside it.
 
 Risk = Literal["read", "write", "exec"]
 
@@ -2835,6 +2822,9 @@ def _parameters(required: Sequence[str], **properties: tuple[str, str]) -> dict[
     schemas = {name: {"type": kind, "description": text} for name, (kind, text) in properties.items()}
     return {"type": "object", "properties": schemas, "required": list(required), "additionalProperties": False}
 
+
+# --- Tools: commands ------------------------------------------------------------------------------
+# run_shell_command, and which commands only look, so that nobody has to be asked.
 
 LOOKING = {
     "cat": "", "cut": "", "du": "", "file": "-[a-zA-Z]*C.*|--compile",
@@ -3006,6 +2996,11 @@ RUN_SHELL_COMMAND = Tool(
     preview=_preview_command,
     source="output of commands",
 )
+
+
+# --- Tools: files ---------------------------------------------------------------------------------
+# list_files, write_to_file and read_from_file. Files come through the Workspace; here they are listed, decoded, edited
+# and paged. What is written keeps the encoding and the line ends that it had.
 
 
 def ignore_rule(line: str, folder: str) -> tuple[re.Pattern[str], bool, bool] | None:
@@ -3376,8 +3371,11 @@ READ_FROM_FILE = Tool(
     source="files",
 )
 
-TOOLS = (RUN_SHELL_COMMAND, LIST_FILES, WRITE_TO_FILE, READ_FROM_FILE)
+# --- Tools: calls ---------------------------------------------------------------------------------
+# From what the model wrote to a tool and its arguments. Harmless mistakes are mended; what would have to be guessed is
+# refused with words that help.
 
+TOOLS = (RUN_SHELL_COMMAND, LIST_FILES, WRITE_TO_FILE, READ_FROM_FILE)
 
 VERBS = {"run_shell_command": "$", "read_from_file": "read", "write_to_file": "write", "list_files": "list"}
 
@@ -3620,9 +3618,7 @@ class Approvals:
 
     def needs_question(self, preview: Preview) -> bool:
         """Whether such a call has to be asked for in the present mode."""
-        if self.mode == "all" or preview.harmless:
-            return False
-        if self.grant_for(preview, ()) in self.grants:
+        if self.mode == "all" or preview.harmless or self.grant_for(preview, ()) in self.grants:
             return False
         return not (self.mode == "auto" and self.sandbox and preview.confined)
 
@@ -3634,22 +3630,19 @@ class Approvals:
             if preview.risk == "write" and preview.subject == PLAN_FILE and not preview.concern:
                 return ALLOWED
             way_out = "/go carries the plan out" if self.planning else "the user leaves it with /approvals"
-            return Decision(
-                False, f"a plan is being made: only looking, and writing {PLAN_FILE}, is allowed; {way_out}"
-            )
+            reason = f"a plan is being made: only looking, and writing {PLAN_FILE}, is allowed; {way_out}"
+            return Decision(False, reason)
         if not self.needs_question(preview):
             return ALLOWED
         if self.ask is None:
-            return Decision(
-                False, f"it needs the user's approval ({preview.concern or preview.risk}); nobody can be asked"
-            )
+            reason = f"it needs the user's approval ({preview.concern or preview.risk}); nobody can be asked"
+            return Decision(False, reason)
         grant = self.grant_for(preview, sources)
-        answer = await self.ask(
-            Question(
-                tool.name, preview.risk, preview.subject, preview.detail, preview.concern, preview.reason, grant,
-                tuple(sources),
-            )
+        question = Question(
+            tool.name, preview.risk, preview.subject, preview.detail, preview.concern, preview.reason, grant,
+            tuple(sources),
         )  # fmt: skip
+        answer = await self.ask(question)
         if answer.choice == "always" and grant:
             self.grants.append(grant)
         if answer.choice == "edit" and preview.risk == "exec" and answer.text.strip():
