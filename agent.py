@@ -2528,8 +2528,8 @@ class Jobs:
         self._lock = lock
         self.background: dict[int, Job] = {}
         self._environ = environ
-        self.search_path = environ.get("PATH", os.defpath)
-        self._shell = find_program("bash", self.search_path, workspace.root) or "/bin/sh"
+        self._search_path = environ.get("PATH", os.defpath)
+        self._shell = find_program("bash", self._search_path, workspace.root) or "/bin/sh"
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._told: set[int] = set()
         self._holder: subprocess.Popen[bytes] | None = None
@@ -2548,7 +2548,7 @@ class Jobs:
         """A process that stands by the commands until `close`."""
         import subprocess
 
-        environ, pipe = {"PATH": self.search_path, "AGENT_CALL": tag}, subprocess.PIPE
+        environ, pipe = {"PATH": self._search_path, "AGENT_CALL": tag}, subprocess.PIPE
         return subprocess.Popen(argv, env=environ, stdin=pipe, stdout=pipe, start_new_session=True)
 
     def _network_holder(self, sandbox: Sandbox) -> int:
@@ -2556,7 +2556,7 @@ class Jobs:
 
         0 where it cannot be had. It ends with us. Started for the first background job only.
         """
-        nsenter = find_program("nsenter", self.search_path, self.workspace.root)
+        nsenter = find_program("nsenter", self._search_path, self.workspace.root)
         if self._holder is None and nsenter and sandbox.program.endswith("bwrap"):
             argv = [sandbox.program, *shlex.split("--die-with-parent --unshare-user --unshare-net --bind / /")]
             argv += [sandbox.shell, "-c", "echo $$; exec sleep infinity"]
@@ -2994,10 +2994,11 @@ def _preview_command(context: ToolContext, arguments: dict[str, Any]) -> Preview
         concern = "outside the sandbox"
     elif network and not context.config.network:
         concern = "with the network"
+    search_path = context.config.command_environment.get("PATH", os.defpath)
     special = unsandboxed or network or arguments.get("background")
     return Preview(
         "exec", one_line(command), command, concern, arguments.get("reason") or "",
-        harmless=not special and only_looks(command, context.workspace, context.jobs.search_path), confined=not concern,
+        harmless=not special and only_looks(command, context.workspace, search_path), confined=not concern,
     )  # fmt: skip
 
 
