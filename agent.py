@@ -3063,15 +3063,10 @@ class FileLister:
         self._rules: list[tuple[re.Pattern[str], bool, bool]] = []
 
     def names(self) -> list[str]:
-        """The names, relative to the directory, sorted, directories with a slash; at most MAX_NAMES + 1."""
-        self._read_rules(".git/info/exclude", "")
+        """The names, relative to the directory, sorted, directories with a slash; about MAX_NAMES at the most."""
         above = self.place.path.relative_to(self.workspace.root).parts if self.place.zone == "workspace" else ()
-        for index in range(len(above)):
-            folder = "/".join(above[:index])
-            self._read_rules(f"{folder}/.gitignore".lstrip("/"), folder)
-        if any(self._is_ignored("/".join(above[: index + 1]), True) for index in range(len(above))):
-            self._rules = []  # asked for by name: show all of it
         top = "/".join(above)
+        self._read_rules_above(["/".join(above[:index]) for index in range(len(above) + 1)])
         names: list[str] = []
         level, entries = [""], 0
         for _ in range(self.depth):
@@ -3088,6 +3083,14 @@ class FileLister:
                         inner.append(name)
             level = inner
         return sorted(names)
+
+    def _read_rules_above(self, folders: Sequence[str]) -> None:
+        """Read what git ignores by the rules above the last of these folders, the first of which is the root."""
+        self._read_rules(".git/info/exclude", "")
+        for folder in folders[:-1]:
+            self._read_rules(f"{folder}/.gitignore".lstrip("/"), folder)
+        if any(self._is_ignored(folder, True) for folder in folders[1:]):
+            self._rules = []  # asked for by name: show all of it
 
     def _matches(self, name: str) -> bool:
         path = Path(name)
