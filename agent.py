@@ -17,9 +17,10 @@ the list of messages and only grows; the *view* is what is sent of it. *Events* 
 yields; *sinks* (renderers, the session log) take them, and decide nothing.
 
 Sections: Errors and interruption, Configuration, Messages, Events, Text, Workspace, Snapshots, Sandbox, Commands,
-Evidence, Tools, Approval, Provider: errors, Provider: adaptation, Provider: wires, Provider: printed calls,
-Provider: JSON wire, Provider: requests, Provider: embedded model, Project notes, Context, Plan, Agent, Session, Undo,
-Markdown, Renderers, Slash commands, Terminal, REPL, Headless, Replay, Doctor, Command line.
+Evidence, Tools, Tools: commands, Tools: files, Tools: calls, Approval, Provider: errors, Provider: adaptation,
+Provider: wires, Provider: printed calls, Provider: JSON wire, Provider: requests, Provider: embedded model,
+Project notes, Context, Plan, Agent, Session, Undo, Markdown, Renderers, Slash commands, Terminal, REPL, Headless,
+Replay, Doctor, Command line.
 
 Read `Agent.turn` first: it is the whole control flow. `build_runtime` wires all parts together.
 """
@@ -267,12 +268,6 @@ async def interruptible(work: Awaitable[T], interrupt: asyncio.Event, timeout_s:
 # One frozen value that everything below is built from: flag > environment > user file > default.
 # The only section that reads the environment. No file inside a workspace can set anything here.
 
-USER_SETTINGS = (
-    "model", "base_url", "api", "local", "context_window", "max_steps", "approve", "sandbox", "network",
-    "keep_env", "trace", "instructions", "shell_timeout_s", "first_token_timeout_s", "idle_timeout_s", "max_attempts",
-    "editing", "notify", "prices",
-)  # fmt: skip
-
 CHOICES = {
     "api": ("auto", "chat", "responses", "json"),
     "approve": ("plan", "ask", "auto", "all"),
@@ -324,7 +319,7 @@ class Config:
     api_key: str = field(default="", repr=False)
     """The key sent to the provider."""
     api: str = "auto"
-    """The wire: auto, chat (Chat Completions) or json (replies constrained by a schema)."""
+    """The wire: auto, chat (Chat Completions), responses, or json (replies constrained by a schema)."""
     local: str | None = None
     """None: no embedded model; "": the default one; else the path of a GGUF file."""
     context_window: int | None = None
@@ -429,6 +424,9 @@ class Config:
         return {name: value for name, value in named.items() if is_worth_hiding(value)}
 
 
+USER_SETTINGS = tuple(name for name in Config.__dataclass_fields__ if name not in ("workspace", "api_key", "environ"))
+
+
 def _read_user_file(path: Path) -> dict[str, Any]:
     try:
         settings = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -442,12 +440,6 @@ def _read_user_file(path: Path) -> dict[str, Any]:
     return settings
 
 
-def _positive(number: float) -> float:
-    if number <= 0:
-        raise ValueError(number)
-    return number
-
-
 def _setting(name: str, value: Any, source: str) -> Any:
     """Return value in the type of Config's field; raises ConfigError naming where it came from."""
     default = Config.__dataclass_fields__[name].default
@@ -456,11 +448,12 @@ def _setting(name: str, value: Any, source: str) -> Any:
     try:
         if isinstance(default, bool):
             return value if isinstance(value, bool) else {"1": True, "true": True, "0": False, "false": False}[value]
-        if isinstance(default, float) or name.endswith("_s"):
-            return _positive(float(value))
         if isinstance(default, int) or name == "context_window":
-            return int(_positive(int(value)))
-    except (ValueError, KeyError, TypeError):
+            number = float(value) if name.endswith("_s") else int(value)
+            if not number > 0:
+                raise ValueError(number)
+            return number
+    except (ValueError, KeyError, TypeError, OverflowError):
         raise ConfigError(f"{source}: {value!r} does not fit {name}.") from None
     if not isinstance(value, str):
         raise ConfigError(f"{source}: {name} must be text, not {value!r}.")
@@ -475,19 +468,16 @@ def load_config(options: Mapping[str, Any], environ: Mapping[str, str], workspac
     Raises ConfigError for a value that does not fit its setting.
     """
     where = Config(workspace=workspace, environ=dict(environ))
-    values: dict[str, Any] = {}
-    for name, value in _read_user_file(where.config_file).items():
-        values[name] = _setting(name, value, str(where.config_file))
+    saved = _read_user_file(where.config_file)
+    values: dict[str, Any] = {"api_key": environ.get("OPENAI_API_KEY", "").strip()}
     for name in USER_SETTINGS:
-        variable = "AGENT_" + name.upper()
-        if environ.get(variable):
-            values[name] = _setting(name, environ[variable], variable)
-    if environ.get("OPENAI_BASE_URL"):
-        values["base_url"] = environ["OPENAI_BASE_URL"]
-    for name in USER_SETTINGS:
-        if options.get(name) is not None:
-            values[name] = _setting(name, options[name], "--" + name)
-    values["api_key"] = environ.get("OPENAI_API_KEY", "").strip()
+        variable = f"AGENT_{name.upper()}"
+        if name == "base_url" and environ.get("OPENAI_BASE_URL"):
+            variable = "OPENAI_BASE_URL"
+        given = {str(where.config_file): saved.get(name), variable: environ.get(variable) or None}
+        for source, value in {**given, f"--{name}": options.get(name)}.items():  # the last one counts
+            if value is not None:
+                values[name] = _setting(name, value, source)
     return dataclasses.replace(where, **values)
 
 
@@ -694,7 +684,6 @@ def unanswered(messages: Sequence[Message]) -> list[ToolCall]:
     return []
 
 
-LEGAL_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 LEGAL_ID = re.compile(r"[A-Za-z0-9]{9}")  # the form that every known service accepts (Mistral insists on it)
 GO_ON = "Continue."
 
@@ -760,8 +749,7 @@ def _append(valid: list[Message], message: Message) -> None:
         valid.append(message)
         return
     texts = filter(None, (message_text(last), message_text(message)))
-    valid[-1] = {**last, **message, "content": "\n\n".join(texts) or None}
-    valid[-1].pop(NATIVE, None)
+    valid[-1] = without_native({**last, **message, "content": "\n\n".join(texts) or None})
 
 
 class ValidMessages:
@@ -997,8 +985,6 @@ class TestRun:
     `tree`: the snapshot of the workspace just after it, "" when there is none.
     """
 
-    __test__ = False  # pytest: this is no test class
-
     command: str
     status: int | None
     tree: str = ""
@@ -1033,11 +1019,9 @@ class Evidence:
         run = f"{self.test.command}: {'exit status not known' if status is None else f'exit {status}'}"
         if self.changed_since is None:
             return f"{run}; what was changed since cannot be told"
-        return (
-            f"no test ran since the last change ({run}, before it)"
-            if self.changed_since
-            else (f"{run}, after the last change")
-        )
+        if self.changed_since:
+            return f"no test ran since the last change ({run}, before it)"
+        return f"{run}, after the last change"
 
     def lines(self) -> list[str]:
         """The whole in one or two lines; none when there is nothing to say."""
@@ -1242,8 +1226,7 @@ def estimate_tokens(value: Any) -> int:
 # and keep mode, owner and extended attributes; line ends, byte order mark and encoding survive an edit.
 # Not covered: a hard link that existed before leads to the same file as its other names (it is asked for).
 
-Zone = Literal["workspace", "scratch", "outside"]
-
+PROGRAM_FILE = Path(os.path.realpath(__file__))
 SPEC_FILE, PLAN_FILE = "spec.txt", "plan.txt"  # the workflow's two files, at the workspace's top
 
 HIDDEN = (
@@ -1277,18 +1260,43 @@ def c_library() -> Any:
     return ctypes.CDLL(None, use_errno=True)
 
 
+@contextlib.contextmanager
+def closing_fd(file: int) -> Iterator[int]:
+    """A file descriptor that is closed at the end of the `with` block."""
+    try:
+        yield file
+    finally:
+        os.close(file)
+
+
+def create_file(path: str | Path, mode: int, directory: int | None = None, buffering: int = -1) -> IO[bytes]:
+    """A new file to be written; raises OSError, also when something is there already."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+    return open(os.open(path, flags, mode, dir_fd=directory), "wb", buffering)
+
+
+@contextlib.contextmanager
+def put_in_place(name: str, directory: int) -> Iterator[str]:
+    """A name for what is made beside `name`, and takes its place in one step when the block ends without an error."""
+    temporary = f".agent-{secrets.token_hex(6)}.tmp"
+    try:
+        yield temporary
+        os.replace(temporary, name, src_dir_fd=directory, dst_dir_fd=directory)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary, dir_fd=directory)
+        raise
+
+
 def _open_stepwise(base: int, path: str, flags: int) -> int:
     """Open a path below the directory `base` one component after the other, following no link."""
     *parents, leaf = Path(path).parts or (".",)
-    directory = os.dup(base)
-    try:
+    with contextlib.ExitStack() as opened:
+        directory = base
         for part in parents:
-            inner = os.open(part, ONLY_DIRECTORY | os.O_NOFOLLOW, dir_fd=directory)
-            os.close(directory)
-            directory = inner
+            directory = os.open(part, ONLY_DIRECTORY | os.O_NOFOLLOW, dir_fd=directory)
+            opened.callback(os.close, directory)
         return os.open(leaf, flags | os.O_NOFOLLOW, dir_fd=directory)
-    finally:
-        os.close(directory)
 
 
 def open_beneath(base: int, path: str, flags: int) -> int:
@@ -1312,7 +1320,7 @@ class Place:
     """Where a path of the model leads: the real path, which part of the disk that is, and its name for the model."""
 
     path: Path
-    zone: Zone
+    zone: Literal["workspace", "scratch", "outside"]
     name: str
 
 
@@ -1344,51 +1352,40 @@ def _copy_attributes(old: int, new: int) -> None:
             os.setxattr(new, name, os.getxattr(old, name))
 
 
+def _exchange_file(directory: int, name: str, data: bytes, old: int | None = None) -> None:
+    """Put a new file in the place of `name`, in one step, with the attributes of the old one; raises OSError."""
+    with put_in_place(name, directory) as temporary, create_file(temporary, 0o666, directory) as file:
+        file.write(data)
+        file.flush()
+        if old is not None:
+            _copy_attributes(old, file.fileno())
+        os.fsync(file.fileno())
+
+
 def _replace_file(directory: int, name: str, data: bytes) -> None:
-    """Put a file with this content in the place of `name`, in one step where that is possible; raises OSError."""
+    """Give `name` this content, in one step where that is possible; raises OSError."""
     try:
-        old = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=directory)
+        opened = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=directory)
     except FileNotFoundError:
-        old = -1
-    temporary = f".{secrets.token_hex(6)}.tmp"
-    try:
-        if old >= 0 and not stat.S_ISREG(os.fstat(old).st_mode):
+        _exchange_file(directory, name, data)
+        return
+    with closing_fd(opened) as old:
+        if not stat.S_ISREG(os.fstat(old).st_mode):
             raise OSError(errno.EINVAL, "not a regular file")
-        if old >= 0 and os.fstat(old).st_nlink > 1:
-            _overwrite_file(directory, name, data)
-            return
-        try:
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-            with os.fdopen(os.open(temporary, flags, 0o666, dir_fd=directory), "wb") as file:
-                file.write(data)
-                file.flush()
-                if old >= 0:
-                    _copy_attributes(old, file.fileno())
-                os.fsync(file.fileno())
-            os.replace(temporary, name, src_dir_fd=directory, dst_dir_fd=directory)
-        except OSError as exc:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary, dir_fd=directory)
-            if old < 0 or exc.errno not in (errno.EBUSY, errno.EACCES, errno.EPERM, errno.EROFS):
-                raise
-            _overwrite_file(directory, name, data)
-    finally:
-        if old >= 0:
-            os.close(old)
+        if os.fstat(old).st_nlink == 1:
+            try:
+                _exchange_file(directory, name, data, old)
+                return
+            except OSError as exc:
+                if exc.errno not in (errno.EBUSY, errno.EACCES, errno.EPERM, errno.EROFS):
+                    raise
+        _overwrite_file(directory, name, data)
 
 
 def sync_directory(path: Path) -> None:
     """Wait until the names in a directory are on disk."""
-    file = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)
-
-
-def _close_all(files: Iterable[int]) -> None:
-    for file in files:
-        os.close(file)
+    with closing_fd(os.open(path, os.O_RDONLY | os.O_DIRECTORY)) as directory:
+        os.fsync(directory)
 
 
 class Workspace:
@@ -1409,12 +1406,15 @@ class Workspace:
         hidden = [home / name for name in HIDDEN] if home else []
         real = [Path(os.path.realpath(path)) for path in [*hidden, *([state_dir] if state_dir else [])]]
         self.hidden = tuple(path for path in real if not _is_below(root, path))
-        own = [Path(os.path.realpath(path)) for path in (Path(__file__), *([policy] if policy else []))]
-        self.protected = (*(root / name for name in PROTECTED), *own)
+        settings = (Path(os.path.realpath(policy)),) if policy else ()
+        self.protected = (*(root / name for name in PROTECTED), PROGRAM_FILE, *settings)
         self._known: dict[Path, bytes] = {}  # digest of each file as the model last read or wrote it
-        folders = {"workspace": root, "outside": Path("/")} | ({"scratch": scratch} if scratch else {})
-        self._bases = {zone: os.open(folder, ONLY_DIRECTORY) for zone, folder in folders.items()}
-        self.close = weakref.finalize(self, _close_all, [*self._bases.values()])
+        self._folders = {"workspace": root, "outside": Path("/")} | ({"scratch": scratch} if scratch else {})
+        self._bases = {zone: os.open(folder, ONLY_DIRECTORY) for zone, folder in self._folders.items()}
+        closing = contextlib.ExitStack()
+        for base in self._bases.values():
+            closing.callback(os.close, base)
+        self.close = weakref.finalize(self, closing.close)
         """Let go of the directories; no file can be opened after that."""
 
     def locate(self, path: str) -> Place:
@@ -1455,13 +1455,9 @@ class Workspace:
                 return "has another name on this disk, which changes too"
         return ""
 
-    def _relative(self, place: Place, path: Path) -> str:
-        base = {"workspace": self.root, "scratch": self.scratch or self.root, "outside": Path("/")}[place.zone]
-        return os.path.relpath(path, base)
-
     def open(self, place: Place, flags: int) -> int:
         """A file descriptor of what is there; raises OSError, also when a link has come in between."""
-        return open_beneath(self._bases[place.zone], self._relative(place, place.path), flags)
+        return open_beneath(self._bases[place.zone], os.path.relpath(place.path, self._folders[place.zone]), flags)
 
     def open_file(self, place: Place) -> int:
         """A file descriptor to read a regular file; raises ToolError saying why not."""
@@ -1477,10 +1473,6 @@ class Workspace:
             kind = "a directory. Use list_files." if stat.S_ISDIR(mode) else "not a regular file."
             raise ToolError(f"{place.name} is {kind}")
         return file
-
-    def exists(self, place: Place) -> bool:
-        """Whether something is there."""
-        return os.path.lexists(place.path)
 
     def read(self, place: Place, limit: int = READ_LIMIT) -> bytes:
         """The content of a regular file of at most `limit` bytes; raises ToolError saying why not."""
@@ -1506,27 +1498,20 @@ class Workspace:
     def write(self, place: Place, data: bytes) -> None:
         """Replace a file's content in one step; directories are created. Raises ToolError, then nothing changed."""
         try:
-            directory = self._open_directory(place, place.path.parent)
-            try:
+            with closing_fd(self._open_parent(place)) as directory:
                 _replace_file(directory, place.path.name, data)
-            finally:
-                os.close(directory)
         except OSError as exc:
             raise ToolError(f"{place.name}: {exc.strerror}.") from None
         self.remember(place, data)
 
-    def _open_directory(self, place: Place, directory: Path) -> int:
-        """A directory below the place's base, made if it is missing."""
-        base = self._bases[place.zone]
+    def _open_parent(self, place: Place) -> int:
+        """The directory in which a place lies, made if it is missing; raises OSError."""
+        above = dataclasses.replace(place, path=place.path.parent)
         with contextlib.suppress(FileNotFoundError):
-            return open_beneath(base, self._relative(place, directory), ONLY_DIRECTORY)
-        parent = self._open_directory(place, directory.parent)
-        try:
-            with contextlib.suppress(FileExistsError):
-                os.mkdir(directory.name, dir_fd=parent)
-        finally:
-            os.close(parent)
-        return open_beneath(base, self._relative(place, directory), ONLY_DIRECTORY)
+            return self.open(above, ONLY_DIRECTORY)
+        with closing_fd(self._open_parent(above)) as directory, contextlib.suppress(FileExistsError):
+            os.mkdir(above.path.name, dir_fd=directory)
+        return self.open(above, ONLY_DIRECTORY)
 
     def env_file_secrets(self) -> dict[str, str]:
         """Name and value of what looks like a secret in the .env files at the workspace's top."""
@@ -1558,7 +1543,7 @@ PIECE_BYTES = 250_000  # of a file in memory at a time
 MAX_ENTRIES = 200_000  # in one workspace
 MAX_NEW_BYTES = 2_000_000_000  # that one snapshot adds
 MAX_STORE_BYTES = 1_000_000_000  # of one workspace, compressed: beyond it the oldest snapshots are forgotten
-MIN_FREE_BYTES = 200_000_000  # left on the disk of the store
+MIN_FREE_BYTES = 500 << 20  # left on a disk, by snapshots and by the output of commands
 MAX_DEPTH = 200
 SETTLED_NS = 2_000_000_000  # a file changed less long ago than this is read again: clocks of file systems are coarse
 SYNC_EACH = 200  # new objects that are synced one by one; more of them: the whole system once
@@ -1676,15 +1661,14 @@ class SnapshotStore:
         digest, packer = hashlib.blake2b(digest_size=20), zlib.compressobj(1)
         temporary = f"{self._objects}/{secrets.token_hex(8)}.new"
         try:
-            file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            with open(file, "wb") as target:
+            with create_file(temporary, 0o600) as file:
                 for piece in pieces:
                     digest.update(piece)
-                    self._count_new(target.write(packer.compress(piece)))
-                self._count_new(target.write(packer.flush()))
-                target.flush()
+                    self._count_new(file.write(packer.compress(piece)))
+                self._count_new(file.write(packer.flush()))
+                file.flush()
                 if self._new_objects <= SYNC_EACH:
-                    os.fdatasync(file)
+                    os.fdatasync(file.fileno())
             name = name or digest.hexdigest()
             try:
                 os.replace(temporary, self._path(name))
@@ -1744,11 +1728,8 @@ class SnapshotStore:
             for folder in (self.folder, self.folder / "objects", self.folder / "roots"):
                 folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._load_index()
-            directory = _open_directory(str(self.root))
-            try:
+            with closing_fd(_open_directory(str(self.root))) as directory:
                 name = self._scan(directory, "", os.fstat(directory), 0)
-            finally:
-                os.close(directory)
             if name is None:
                 raise SnapshotError("the workspace is the agent's own state directory")
             if self._new_objects > SYNC_EACH:
@@ -1910,19 +1891,20 @@ class SnapshotStore:
 
     # Comparing and going back
 
-    def differences(self, old: str, new: str) -> Iterator[tuple[str, Entry | None, Entry | None]]:
-        """(path, entry before, entry after) of all that differs between two trees, sorted; raises SnapshotError."""
-        yield from self._differences(self.tree(old), self.tree(new), "")
+    def differences(self, old: str, new: str, path: str = "") -> Iterator[tuple[str, Entry | None, Entry | None]]:
+        """(path, entry before, entry after) of all that differs between two trees, sorted; raises SnapshotError.
 
-    def _differences(self, old: Tree, new: Tree, path: str) -> Iterator[tuple[str, Entry | None, Entry | None]]:
-        for name in sorted(old.entries.keys() | new.entries.keys()):
-            was, now = old.entries.get(name), new.entries.get(name)
+        An empty name stands for a tree without entries.
+        """
+        before, after = (self.tree(name).entries if name else {} for name in (old, new))
+        for name in sorted(before.keys() | after.keys()):
+            was, now = before.get(name), after.get(name)
             if was == now:
                 continue
-            if not (was and now and was.kind == now.kind == "d"):
+            inner_old, inner_new = (entry.content if entry and entry.kind == "d" else "" for entry in (was, now))
+            if not (inner_old and inner_new):
                 yield path + name, was, now
-            below = [self._tree_of(entry) or Tree(0, {}) for entry in (was, now)]
-            yield from self._differences(below[0], below[1], f"{path}{name}/")
+            yield from self.differences(inner_old, inner_new, f"{path}{name}/")
 
     def changed_files(self, old: str, new: str) -> tuple[str, ...] | None:
         """The paths of files and links that differ between two trees; None when that cannot be told."""
@@ -1946,11 +1928,8 @@ class SnapshotStore:
         restored = Restored(force)
         trees = self.tree(live), self.tree(old), self.tree(new)
         try:
-            directory = _open_directory(str(self.root))
-            try:
+            with closing_fd(_open_directory(str(self.root))) as directory:
                 self._restore(directory, "", *trees, restored)
-            finally:
-                os.close(directory)
         except OSError as exc:
             restored.kept.append((".", exc.strerror or str(exc)))
         return restored
@@ -1958,12 +1937,9 @@ class SnapshotStore:
     def unpack(self, name: str) -> Restored:
         """Put the files of a tree into the workspace, which should be empty; raises SnapshotError."""
         restored = Restored()
-        directory = _open_directory(str(self.root))
-        try:
+        with closing_fd(_open_directory(str(self.root))) as directory:
             nothing = Tree(stat.S_IMODE(os.fstat(directory).st_mode), {})
             self._restore(directory, "", nothing, nothing, self.tree(name), restored)
-        finally:
-            os.close(directory)
         return restored
 
     def _restore(self, directory: int, path: str, live: Tree, old: Tree, new: Tree, restored: Restored) -> None:
@@ -1995,11 +1971,8 @@ class SnapshotStore:
         if live and (new or old or restored.force):  # what is in it may be mended in part
             empty = Tree(live.mode, {})
             since = live if restored.force and not new else old or empty
-            child = _open_directory(name, directory)
-            try:
+            with closing_fd(_open_directory(name, directory)) as child:
                 self._restore(child, path + "/", live, since, new or empty, restored)
-            finally:
-                os.close(child)
             if new:
                 return
             try:
@@ -2029,12 +2002,9 @@ class SnapshotStore:
             if now:
                 os.unlink(name, dir_fd=directory)
             os.mkdir(name, 0o700, dir_fd=directory)
-            child = _open_directory(name, directory)
-            try:
+            with closing_fd(_open_directory(name, directory)) as child:
                 nothing = Tree(tree.mode, {})
                 self._restore(child, path + "/", nothing, nothing, tree, restored)
-            finally:
-                os.close(child)
         elif now and now.kind == goal.kind == "f" and now.content == goal.content:
             os.chmod(name, goal.mode, dir_fd=directory)
         else:
@@ -2042,22 +2012,15 @@ class SnapshotStore:
 
     def _put_back(self, directory: int, name: str, goal: Entry) -> None:
         """Make a file or a link beside its place and move it there."""
-        temporary = f".agent-{secrets.token_hex(6)}"
-        try:
+        with put_in_place(name, directory) as temporary:
             if goal.kind == "l":
                 os.symlink(goal.content, temporary, dir_fd=directory)
             else:
-                flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-                with open(os.open(temporary, flags, 0o600, dir_fd=directory), "wb") as file:
+                with create_file(temporary, 0o600, directory) as file:
                     file.writelines(self.pieces(goal.content))
                     file.flush()
                     os.fchmod(file.fileno(), goal.mode)
                     os.fdatasync(file.fileno())
-            os.replace(temporary, name, src_dir_fd=directory, dst_dir_fd=directory)
-        except (OSError, SnapshotError):
-            with contextlib.suppress(OSError):
-                os.unlink(temporary, dir_fd=directory)
-            raise
 
 
 # --- Sandbox --------------------------------------------------------------------------------------
@@ -2107,23 +2070,16 @@ def make_scratch(state_dir: Path) -> tuple[Path, int]:
     parent.mkdir(parents=True, exist_ok=True)
     os.chmod(state_dir, 0o700)
     os.chmod(parent, 0o700)
-    door = os.open(parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
+    with closing_fd(os.open(parent, os.O_RDONLY | os.O_DIRECTORY)) as door:
         fcntl.flock(door, fcntl.LOCK_EX)
         for old in parent.iterdir():
-            with contextlib.suppress(OSError):
-                lock = os.open(old, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-                try:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    shutil.rmtree(old, ignore_errors=True)
-                finally:
-                    os.close(lock)
+            with contextlib.suppress(OSError), closing_fd(_open_directory(str(old))) as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(old, ignore_errors=True)
         scratch = Path(tempfile.mkdtemp(dir=parent, prefix="run-"))
-        lock = os.open(scratch, os.O_RDONLY | os.O_DIRECTORY)
+        lock = _open_directory(str(scratch))
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return scratch, lock
-    finally:
-        os.close(door)
 
 
 def seatbelt_profile(workspace: Workspace, network: bool, read_only: bool) -> str:
@@ -2140,7 +2096,7 @@ def seatbelt_profile(workspace: Workspace, network: bool, read_only: bool) -> st
     rules += [f"(deny file-read* file-write* (subpath {quoted(path)}))" for path in workspace.hidden]
     rules += [f"(allow file-read* file-write* (subpath {quoted(workspace.scratch or workspace.root)}))"]
     rules += [f"(deny file-write* (subpath {quoted(git / 'hooks')}) (literal {quoted(git / 'config')}))"]
-    rules += [f"(deny file-write* (literal {quoted(Path(os.path.realpath(__file__)))}))"]
+    rules += [f"(deny file-write* (literal {quoted(PROGRAM_FILE)}))"]
     rules += ["(allow network*)"] if network else []
     return "\n".join(rules)
 
@@ -2177,12 +2133,6 @@ class Sandbox:
         root, temporary = self.workspace.root, Path("/tmp")
         return tuple(str(p) for p in self.workspace.hidden if not _is_below(p, temporary) or _is_below(p, root))
 
-    @functools.cached_property
-    def _program(self) -> str:
-        """This file, if it lies in the workspace."""
-        here = Path(os.path.realpath(__file__))
-        return str(here) if _is_below(here, self.workspace.root) else ""
-
     def _protected(self, read_only: bool) -> Iterator[str]:
         """The workspace, what must not be changed in it, and what is hidden: only what exists, so for each call anew.
 
@@ -2198,8 +2148,8 @@ class Sandbox:
             for path in (git / "hooks", git / "config", git / "config.worktree", git / "modules"):
                 if path.exists():
                     yield from ("--ro-bind", str(path), str(path))
-        if self._program:
-            yield from ("--ro-bind", self._program, self._program)
+        if _is_below(PROGRAM_FILE, self.workspace.root):
+            yield from ("--ro-bind", str(PROGRAM_FILE), str(PROGRAM_FILE))
         for hidden in self._masks:
             if os.path.isdir(hidden):
                 yield from ("--tmpfs", hidden)
@@ -2303,7 +2253,6 @@ SPOOL_BYTES, OUTPUT_LIMIT = 64 << 20, 1 << 30  # what is kept on disk; where the
 MAX_TIMEOUT_S = 600
 DRAIN_S = 0.5  # how long to read on after the shell has exited: what it started may hold the pipe open for ever
 LEFTOVER_S = 0.25  # what the shell leaves running (tee) may end by itself
-MIN_FREE_BYTES = 500 << 20
 MAX_COMMAND_BYTES = 128_000  # the kernel's limit for one argument
 
 
@@ -2326,8 +2275,7 @@ class CommandOutput:
 
     def _open_spool(self) -> None:
         with contextlib.suppress(OSError):
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-            self._file = os.fdopen(os.open(self.spool, flags, 0o600), "wb", buffering=0)
+            self._file = create_file(self.spool, 0o600, buffering=0)
             self._file.write(self.head + self.tail)
 
     def add(self, data: bytes) -> None:
@@ -2367,8 +2315,7 @@ class CommandOutput:
         return clean((self.head + note.encode() + self.tail).decode("utf-8", "replace"))
 
 
-@dataclass(frozen=True)
-class _Process:
+class _Process(NamedTuple):
     """A line of the process table. `tag`: which command it belongs to, if it is our child; b"" if it does not say."""
 
     parent: int
@@ -2377,11 +2324,8 @@ class _Process:
 
 
 def _read_proc(pid: str, name: str) -> bytes:
-    file = os.open(f"/proc/{pid}/{name}", os.O_RDONLY)
-    try:
+    with closing_fd(os.open(f"/proc/{pid}/{name}", os.O_RDONLY)) as file:
         return os.read(file, 1 << 17)
-    finally:
-        os.close(file)
 
 
 def _process_table() -> dict[int, _Process]:
@@ -2467,13 +2411,13 @@ class Job:
     async def _watch(self) -> None:
         """Set `exited` when the shell has ended."""
         if hasattr(os, "pidfd_open"):
-            handle, ended = os.pidfd_open(self.process.pid), asyncio.Event()
-            self._loop.add_reader(handle, ended.set)
-            try:
-                await ended.wait()
-            finally:
-                self._loop.remove_reader(handle)
-                os.close(handle)
+            with closing_fd(os.pidfd_open(self.process.pid)) as handle:
+                ended = asyncio.Event()
+                self._loop.add_reader(handle, ended.set)
+                try:
+                    await ended.wait()
+                finally:
+                    self._loop.remove_reader(handle)
         while self.process.poll() is None:
             await asyncio.sleep(0.02)
         self.exited.set()
@@ -2603,13 +2547,9 @@ class Jobs:
     """Starts commands and keeps those in the background. One for a run of the program; `close` ends them all."""
 
     def __init__(
-        self,
-        workspace: Workspace,
-        environ: Mapping[str, str],
-        sandbox: Sandbox | None = None,
-        folder: Path | None = None,
-        lock: int | None = None,
-    ) -> None:
+        self, workspace: Workspace, environ: Mapping[str, str], sandbox: Sandbox | None = None,
+        folder: Path | None = None, lock: int | None = None,
+    ) -> None:  # fmt: skip
         """`folder`: where whole outputs are kept; removed in the end, its `lock` let go. In the sandbox it is /tmp."""
         self.workspace = workspace
         self.sandbox = sandbox
@@ -2617,16 +2557,14 @@ class Jobs:
         self._lock = lock
         self.background: dict[int, Job] = {}
         self._environ = environ
-        self._shell = find_program("bash", self._search_path(), workspace.root) or "/bin/sh"
+        self._search_path = environ.get("PATH", os.defpath)
+        self._shell = find_program("bash", self._search_path, workspace.root) or "/bin/sh"
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._told: set[int] = set()
         self._holder: subprocess.Popen[bytes] | None = None
         self._holder_pid = 0
         self._watcher: subprocess.Popen[bytes] | None = None
         self._session_tag = secrets.token_hex(16)
-
-    def _search_path(self) -> str:
-        return self._environ.get("PATH", os.defpath)
 
     @property
     def folder(self) -> Path:
@@ -2635,21 +2573,23 @@ class Jobs:
             self._folder = Path(tempfile.mkdtemp(prefix="agent-output-"))
         return self._folder
 
+    def _start_helper(self, argv: Sequence[str], tag: str) -> subprocess.Popen[bytes]:
+        """A process that stands by the commands until `close`."""
+        import subprocess
+
+        environ, pipe = {"PATH": self._search_path, "AGENT_CALL": tag}, subprocess.PIPE
+        return subprocess.Popen(argv, env=environ, stdin=pipe, stdout=pipe, start_new_session=True)
+
     def _network_holder(self, sandbox: Sandbox) -> int:
         """A process whose private network the sandboxed calls share from now on, so that they reach a server of ours.
 
         0 where it cannot be had. It ends with us. Started for the first background job only.
         """
-        import subprocess
-
-        nsenter = find_program("nsenter", self._search_path(), self.workspace.root)
+        nsenter = find_program("nsenter", self._search_path, self.workspace.root)
         if self._holder is None and nsenter and sandbox.program.endswith("bwrap"):
             argv = [sandbox.program, *shlex.split("--die-with-parent --unshare-user --unshare-net --bind / /")]
             argv += [sandbox.shell, "-c", "echo $$; exec sleep infinity"]
-            environ = {"PATH": self._search_path(), "AGENT_CALL": "holder"}
-            self._holder = subprocess.Popen(
-                argv, env=environ, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, start_new_session=True
-            )
+            self._holder = self._start_helper(argv, "holder")
         if self._holder and self._holder.stdout and not self._holder_pid:
             self._holder_pid = int(self._holder.stdout.readline() or 0)
         return self._holder_pid
@@ -2659,12 +2599,8 @@ class Jobs:
 
         bwrap does so itself, but not in its first milliseconds, before it has asked the kernel for it.
         """
-        import subprocess
-
         if self._watcher is None and os.path.isdir("/proc"):
-            argv = ["/bin/sh", "-c", WATCHER, self._session_tag]
-            environ = {"PATH": self._search_path(), "AGENT_CALL": "watcher"}
-            self._watcher = subprocess.Popen(argv, env=environ, stdin=subprocess.PIPE, start_new_session=True)
+            self._watcher = self._start_helper(["/bin/sh", "-c", WATCHER, self._session_tag], "watcher")
 
     def start(
         self, command: str, emit: Callable[[str], None] = lambda text: None, *, network: bool = False,
@@ -2757,7 +2693,10 @@ _WRAPPER = re.compile(  # what may stand before the program
     r" ((--(with|python|extra|group)|-p) \S+ |-\S+ )*|(python[\d.]* -m )?coverage run (-(?!m )\S+ )*(?=-m ))"
 )
 _HERE_DOCUMENT = re.compile(r"<<-?\s*(['\"]?)(\w+)\1(.*?)\n.*?^\s*\2$", re.DOTALL | re.MULTILINE)
-NO_TESTS = re.compile(r"^(Ran 0 tests|NO TESTS RAN|=+ no tests ran)|\[no test files\]\s*\Z", re.MULTILINE)
+NO_TESTS = re.compile(
+    r"^(Ran 0 tests|NO TESTS RAN|=+ no tests ran)|\A(\?\s.*\[no test files\]\n)+(\[exit|\Z)", re.MULTILINE
+)
+"""The output of a test run that found no tests."""
 
 
 CLAIM = re.compile(
@@ -2854,9 +2793,9 @@ class Ledger:
 
 
 # --- Tools ----------------------------------------------------------------------------------------
-# The four tools, each with its JSON schema beside it, and the check of what the model passes to them.
-# A tool returns a ToolResult or raises ToolError; both end as the answer to the call. `preview` says beforehand what
-# a call would do, without doing it: that is what approval decides on.
+# What a tool is. It returns a ToolResult or raises ToolError; both end as the answer to the call. `preview` says
+# beforehand what a call would do, without doing it: that is what approval decides on.
+# The four tools follow in the next two sections, each with its JSON schema beside it.
 
 Risk = Literal["read", "write", "exec"]
 
@@ -2921,23 +2860,24 @@ class Tool:
     preview: Callable[[ToolContext, dict[str, Any]], Preview]
     source: str = ""
 
-
-def _object(required: Sequence[str], **properties: dict[str, Any]) -> dict[str, Any]:
-    """A JSON schema of an object; every property has a plain type, since some servers insist on one."""
-    return {"type": "object", "properties": properties, "required": list(required), "additionalProperties": False}
-
-
-def _text(description: str) -> dict[str, Any]:
-    return {"type": "string", "description": description}
+    @property
+    def keys(self) -> str:
+        """The names of its parameters, with a question mark behind those that may be missing."""
+        required = self.parameters["required"]
+        return ", ".join(name if name in required else f"{name}?" for name in self.parameters["properties"])
 
 
-def _integer(description: str) -> dict[str, Any]:
-    return {"type": "integer", "description": description}
+def _parameters(required: Sequence[str], **properties: tuple[str, str]) -> dict[str, Any]:
+    """A JSON schema of an object with these properties: name=(type, description).
+
+    Every property has a plain type, since some servers insist on one.
+    """
+    schemas = {name: {"type": kind, "description": text} for name, (kind, text) in properties.items()}
+    return {"type": "object", "properties": schemas, "required": list(required), "additionalProperties": False}
 
 
-def _boolean(description: str) -> dict[str, Any]:
-    return {"type": "boolean", "description": description}
-
+# --- Tools: commands ------------------------------------------------------------------------------
+# run_shell_command, and which commands only look, so that nobody has to be asked.
 
 LOOKING = {
     "cat": "", "cut": "", "du": "", "file": "-[a-zA-Z]*C.*|--compile",
@@ -3096,20 +3036,25 @@ RUN_SHELL_COMMAND = Tool(
     description="Run a bash command. Each call is a new shell that starts in the workspace (use `cd x && ...`), without"
     " terminal and standard input. In the sandbox only the workspace and /tmp can be written, and there is no network."
     " Returns the output and the exit code.",
-    parameters=_object(
+    parameters=_parameters(
         ["command"],
-        command=_text("The command."),
-        timeout_s=_integer("Time limit in seconds, default 120, at most 600."),
-        background=_boolean("Keep it running after the call, as a server; `jobs` lists, `kill %N` stops."),
-        network=_boolean("With network; the user is asked."),
-        unsandboxed=_boolean("Outside the sandbox; the user is asked."),
-        reason=_text("Why, for the user who is asked."),
+        command=("string", "The command."),
+        timeout_s=("integer", "Time limit in seconds, default 120, at most 600."),
+        background=("boolean", "Keep it running after the call, as a server; `jobs` lists, `kill %N` stops."),
+        network=("boolean", "With network; the user is asked."),
+        unsandboxed=("boolean", "Outside the sandbox; the user is asked."),
+        reason=("string", "Why, for the user who is asked."),
     ),
     risk="exec",
     run=run_shell_command,
     preview=_preview_command,
     source="output of commands",
 )
+
+
+# --- Tools: files ---------------------------------------------------------------------------------
+# list_files, write_to_file and read_from_file. Files come through the Workspace; here they are listed, decoded, edited
+# and paged. What is written keeps the encoding and the line ends that it had.
 
 
 def ignore_rule(line: str, folder: str) -> tuple[re.Pattern[str], bool, bool] | None:
@@ -3147,15 +3092,10 @@ class FileLister:
         self._rules: list[tuple[re.Pattern[str], bool, bool]] = []
 
     def names(self) -> list[str]:
-        """The names, relative to the directory, sorted, directories with a slash; at most MAX_NAMES + 1."""
-        self._read_rules(".git/info/exclude", "")
+        """The names, relative to the directory, sorted, directories with a slash; about MAX_NAMES at the most."""
         above = self.place.path.relative_to(self.workspace.root).parts if self.place.zone == "workspace" else ()
-        for index in range(len(above)):
-            folder = "/".join(above[:index])
-            self._read_rules(f"{folder}/.gitignore".lstrip("/"), folder)
-        if any(self._is_ignored("/".join(above[: index + 1]), True) for index in range(len(above))):
-            self._rules = []  # asked for by name: show all of it
         top = "/".join(above)
+        self._read_rules_above(["/".join(above[:index]) for index in range(len(above) + 1)])
         names: list[str] = []
         level, entries = [""], 0
         for _ in range(self.depth):
@@ -3173,6 +3113,14 @@ class FileLister:
             level = inner
         return sorted(names)
 
+    def _read_rules_above(self, folders: Sequence[str]) -> None:
+        """Read what git ignores by the rules above the last of these folders, the first of which is the root."""
+        self._read_rules(".git/info/exclude", "")
+        for folder in folders[:-1]:
+            self._read_rules(f"{folder}/.gitignore".lstrip("/"), folder)
+        if any(self._is_ignored(folder, True) for folder in folders[1:]):
+            self._rules = []  # asked for by name: show all of it
+
     def _matches(self, name: str) -> bool:
         path = Path(name)
         return fnmatch.fnmatch(name, self.pattern) or fnmatch.fnmatch(path.name, self.pattern.removeprefix("**/"))
@@ -3186,11 +3134,8 @@ class FileLister:
             if not folder:
                 raise
             return
-        try:
-            with os.scandir(directory) as found:
-                entries = sorted((entry.name, entry.is_dir(follow_symlinks=False)) for entry in found)
-        finally:
-            os.close(directory)
+        with closing_fd(directory), os.scandir(directory) as found:
+            entries = sorted((entry.name, entry.is_dir(follow_symlinks=False)) for entry in found)
         if (".gitignore", False) in entries and self.place.zone == "workspace":
             self._read_rules(f"{from_root}/.gitignore".lstrip("/"), from_root)
         for name, is_directory in entries:
@@ -3239,11 +3184,11 @@ def _preview_reading(context: ToolContext, arguments: dict[str, Any]) -> Preview
 LIST_FILES = Tool(
     name="list_files",
     description="List a directory, one name per line, directories with a slash. What git ignores is left out.",
-    parameters=_object(
+    parameters=_parameters(
         [],
-        directory=_text("Relative path; default: the workspace."),
-        depth=_integer("Levels to descend, default 1."),
-        glob=_text("Show only names that match, at any depth, such as *.py."),
+        directory=("string", "Relative path; default: the workspace."),
+        depth=("integer", "Levels to descend, default 1."),
+        glob=("string", "Show only names that match, at any depth, such as *.py."),
     ),
     risk="read",
     run=list_files,
@@ -3354,7 +3299,7 @@ class Edit:
 def _edit(context: ToolContext, place: Place, arguments: dict[str, Any]) -> Edit:
     """Work out what would be written; raises ToolError. Changes nothing."""
     workspace, content, wanted = context.workspace, arguments["content"], arguments.get("replace")
-    if not workspace.exists(place):
+    if not os.path.lexists(place.path):
         if wanted:
             raise ToolError(f"{place.name} does not exist, so nothing in it can be replaced.")
         return Edit(None, content, TextFile("").encode(content), stale=False)
@@ -3399,11 +3344,11 @@ WRITE_TO_FILE = Tool(
     name="write_to_file",
     description="Create or overwrite a file with content. With `replace`, that exact text, which must occur once in the"
     " file, is replaced by content instead.",
-    parameters=_object(
+    parameters=_parameters(
         ["path", "content"],
-        path=_text("Relative path; missing directories are created."),
-        content=_text("The whole new text, or what replaces `replace`."),
-        replace=_text("Exact text to be replaced, with enough lines to be unique."),
+        path=("string", "Relative path; missing directories are created."),
+        content=("string", "The whole new text, or what replaces `replace`."),
+        replace=("string", "Exact text to be replaced, with enough lines to be unique."),
     ),
     risk="write",
     run=write_to_file,
@@ -3470,12 +3415,12 @@ async def read_from_file(context: ToolContext, arguments: dict[str, Any]) -> Too
 READ_FROM_FILE = Tool(
     name="read_from_file",
     description="Read a text file.",
-    parameters=_object(
+    parameters=_parameters(
         ["path"],
-        path=_text("Relative path."),
-        offset=_integer("First line to read, default 1."),
-        limit=_integer("Number of lines, default and at most 2000."),
-        line_numbers=_boolean("Put a number before each line."),
+        path=("string", "Relative path."),
+        offset=("integer", "First line to read, default 1."),
+        limit=("integer", "Number of lines, default and at most 2000."),
+        line_numbers=("boolean", "Put a number before each line."),
     ),
     risk="read",
     run=read_from_file,
@@ -3483,8 +3428,11 @@ READ_FROM_FILE = Tool(
     source="files",
 )
 
-TOOLS = (RUN_SHELL_COMMAND, LIST_FILES, WRITE_TO_FILE, READ_FROM_FILE)
+# --- Tools: calls ---------------------------------------------------------------------------------
+# From what the model wrote to a tool and its arguments. Harmless mistakes are mended; what would have to be guessed is
+# refused with words that help.
 
+TOOLS = (RUN_SHELL_COMMAND, LIST_FILES, WRITE_TO_FILE, READ_FROM_FILE)
 
 VERBS = {"run_shell_command": "$", "read_from_file": "read", "write_to_file": "write", "list_files": "list"}
 
@@ -3497,8 +3445,7 @@ def describe_call(call: ToolCall) -> tuple[str, str]:
     except json.JSONDecodeError:
         return verb, one_line(call.arguments, 200)
     values = list(arguments.values()) if isinstance(arguments, dict) else []
-    key = "path" if isinstance(arguments, dict) and "path" in arguments else None
-    subject = arguments[key] if key else values[0] if values else "."
+    subject = arguments["path"] if values and "path" in arguments else values[0] if values else "."
     return verb, one_line(str(subject), 200)
 
 
@@ -3565,11 +3512,9 @@ MAX_CALLS = 50  # in one reply
 
 def _unreadable(tool: Tool, mistake: ValueError) -> str:
     """What is wrong with a call's arguments, and which keys the tool has."""
-    required = tool.parameters["required"]
-    keys = ", ".join(name + ("" if name in required else "?") for name in tool.parameters["properties"])
     if isinstance(mistake, json.JSONDecodeError):
-        return f"The arguments of {tool.name} are not valid JSON ({mistake}). Its keys: {keys}."
-    return f"The arguments of {tool.name} must be a JSON object with the keys {keys}; {mistake}."
+        return f"The arguments of {tool.name} are not valid JSON ({mistake}). Its keys: {tool.keys}."
+    return f"The arguments of {tool.name} must be a JSON object with the keys {tool.keys}; {mistake}."
 
 
 def settled_calls(calls: Sequence[ToolCall]) -> tuple[list[ToolCall], str]:
@@ -3620,7 +3565,6 @@ def parse_arguments(tool: Tool, text: str) -> dict[str, Any]:
     Harmless mistakes are mended: a number or truth value written as text, an unknown key, a null.
     """
     properties, required = tool.parameters["properties"], tool.parameters["required"]
-    keys = ", ".join(name + ("" if name in required else "?") for name in properties)
     try:
         given = read_arguments(text)
     except ValueError as exc:
@@ -3631,7 +3575,7 @@ def parse_arguments(tool: Tool, text: str) -> dict[str, Any]:
             arguments[name] = _coerce(tool.name, name, schema["type"], given[name])
     missing = [name for name in required if name not in arguments]
     if missing:
-        raise ToolError(f"{tool.name} needs {', '.join(missing)}. Its keys: {keys}.")
+        raise ToolError(f"{tool.name} needs {', '.join(missing)}. Its keys: {tool.keys}.")
     return arguments
 
 
@@ -3731,9 +3675,7 @@ class Approvals:
 
     def needs_question(self, preview: Preview) -> bool:
         """Whether such a call has to be asked for in the present mode."""
-        if self.mode == "all" or preview.harmless:
-            return False
-        if self.grant_for(preview, ()) in self.grants:
+        if self.mode == "all" or preview.harmless or self.grant_for(preview, ()) in self.grants:
             return False
         return not (self.mode == "auto" and self.sandbox and preview.confined)
 
@@ -3745,22 +3687,19 @@ class Approvals:
             if preview.risk == "write" and preview.subject == PLAN_FILE and not preview.concern:
                 return ALLOWED
             way_out = "/go carries the plan out" if self.planning else "the user leaves it with /approvals"
-            return Decision(
-                False, f"a plan is being made: only looking, and writing {PLAN_FILE}, is allowed; {way_out}"
-            )
+            reason = f"a plan is being made: only looking, and writing {PLAN_FILE}, is allowed; {way_out}"
+            return Decision(False, reason)
         if not self.needs_question(preview):
             return ALLOWED
         if self.ask is None:
-            return Decision(
-                False, f"it needs the user's approval ({preview.concern or preview.risk}); nobody can be asked"
-            )
+            reason = f"it needs the user's approval ({preview.concern or preview.risk}); nobody can be asked"
+            return Decision(False, reason)
         grant = self.grant_for(preview, sources)
-        answer = await self.ask(
-            Question(
-                tool.name, preview.risk, preview.subject, preview.detail, preview.concern, preview.reason, grant,
-                tuple(sources),
-            )
+        question = Question(
+            tool.name, preview.risk, preview.subject, preview.detail, preview.concern, preview.reason, grant,
+            tuple(sources),
         )  # fmt: skip
+        answer = await self.ask(question)
         if answer.choice == "always" and grant:
             self.grants.append(grant)
         if answer.choice == "edit" and preview.risk == "exec" and answer.text.strip():
@@ -4943,7 +4882,6 @@ TRACEBACK_LINE = re.compile(r'File "([^"\n]+)", line \d+')
 COMPARED_ERROR = re.compile(r"\bassert(?!Raises)\w+\(.*\b[A-Z]\w*Error\)$", re.MULTILINE)  # as if it were a result
 ERROR_LINE = re.compile(r"^\w*(?:Error|Exception)\b.*$", re.MULTILINE)
 STATUS_LINE = re.compile(r"^\[exit code (\d+)", re.MULTILINE)
-NO_TESTS = re.compile(r"^(Ran 0 tests|NO TESTS RAN)", re.MULTILINE)
 KNOW_ENOUGH = "If you know enough, answer."
 MAX_LOOKS = 6  # calls that only look before something must be done
 MAX_MENDS = 6  # failed attempts to mend before the model may say that it failed

@@ -166,6 +166,19 @@ def test_a_run_of_no_tests_is_no_run(turn: Turn) -> None:
     assert evidence.lines() == ["1 file changed, 1 command; no test ran"]
 
 
+@pytest.mark.parametrize(
+    ("output", "is_run"),
+    [
+        ("?   \tx/a\t[no test files]\n?   \tx/b\t[no test files]", False),
+        ("ok  \tx/a\t0.2s\n?   \tx/b\t[no test files]", True),
+        ("===== no tests ran in 0.01s =====", False),
+    ],
+)
+def test_a_run_that_found_no_tests_is_known_by_its_output(output: str, is_run: bool) -> None:
+    result = agent.ToolResult(f"{output}\n[exit code 0, 0.3 s]", command="go test ./...", status=0)
+    assert (agent.Ledger().note(result) is not None) == is_run
+
+
 def test_a_hidden_status_is_said_and_the_model_is_told(server: Serve, converse: Converse) -> None:
     conversation = converse(server(write("test_a.py", FAILS), shell(f"{TEST} 2>&1 | tail -3"), text("All pass.")))
     conversation.send("go")

@@ -48,6 +48,20 @@ def test_the_docstring_lists_the_sections_in_order() -> None:
     assert re.split(r",\s+", listed[1]) == sections()
 
 
+def test_no_name_is_given_away_twice() -> None:
+    """A second definition would silently change what the sections above it meant by the first."""
+    names: list[str] = []
+    for node in ast.parse(AGENT.read_text()).body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.append(node.name)
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names += [
+                n.id for t in targets for n in ast.walk(t) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
+            ]
+    assert sorted(names) == sorted(set(names))
+
+
 def test_no_name_is_used_above_its_definition() -> None:
     """At module level data flows downward: a top-level name is defined before anything that uses it."""
     tree = ast.parse(AGENT.read_text())
