@@ -7116,14 +7116,10 @@ class PlanFile:
         """The steps whose boxes are empty; none where the plan has no boxes, for then it does not say what is done."""
         return tuple(str(step) for step in self.steps if step.has_box and not step.done)
 
-    def spec_changed(self) -> bool:
-        """Whether spec.txt is another one than the plan was made from."""
+    def spec_changed(self) -> str:
+        """The digest of spec.txt when it is another one than the plan was made from, else ""."""
         spec = self._read(SPEC_FILE)
-        return bool(self.steps and spec and digest(spec) != self._spec)
-
-    def spec_digest(self) -> str:
-        """Which spec.txt it is now."""
-        return digest(self._read(SPEC_FILE))
+        return digest(spec) if self.steps and spec and digest(spec) != self._spec else ""
 
     def text(self) -> str:
         """The progress in a few letters for a status line, "" without a plan."""
@@ -7145,9 +7141,8 @@ def is_plan_prompt(text: str) -> bool:
 
 def go_prompt(words: str, spec_changed: bool) -> str:
     """The prompt of a turn that carries the plan out; `words` may begin with "commit"."""
-    commits = re.match(r"commit\b\s*", words)
-    rest = words[commits.end() :] if commits else words
-    prompt = GO_PROMPT.format(commit=COMMIT if commits else LEAVE_COMMITS)
+    rest = re.sub(r"^commit\b\s*", "", words)
+    prompt = GO_PROMPT.format(commit=LEAVE_COMMITS if rest == words else COMMIT)
     if spec_changed:
         prompt += f"\n{SPEC_CHANGED}: read it first and bring the plan up to date."
     return f"{prompt}\n\n{rest}" if rest else prompt
@@ -7181,9 +7176,7 @@ REMIND_AT, STOP_AT = 3, 5  # identical calls with identical results in a row
 MAX_UNUSABLE_REPLIES = 2  # in one turn
 
 
-def unusable(detail: str) -> str:
-    """The words to the model about a reply that could not be used."""
-    return f"{FEEDBACK}Your reply could not be processed. No tool was executed for it. {detail}"
+UNUSABLE = "Your reply could not be processed. No tool was executed for it. {}"
 
 
 def without_times(result: str) -> str:
@@ -7191,15 +7184,11 @@ def without_times(result: str) -> str:
     return re.sub(r"\d+\.\d+ ?s\]", "", result)
 
 
-BeforeChange = Callable[[], Awaitable[None]]
-
-
-async def _nothing() -> None:
-    """What happens before a change where nothing has to."""
-
-
 class RequestDigest:
-    """`request_digest`, request after request: what the one before held already is not read again."""
+    """The same for two requests exactly when they offer the same tools and send the same messages.
+
+    What a request holds of the one before it is not read again.
+    """
 
     def __init__(self) -> None:
         self._known: list[Message] = []
@@ -7219,11 +7208,6 @@ class RequestDigest:
         return whole.hexdigest()[:32]
 
 
-def request_digest(messages: Sequence[Message], tools: Sequence[Tool]) -> str:
-    """The same for two requests exactly when they offer the same tools and send the same messages."""
-    return RequestDigest()(messages, tools)
-
-
 @dataclass(frozen=True)
 class Pending:
     """A line of the user that waits: for the end of the running tool calls (`steers`) or of the turn."""
@@ -7233,26 +7217,18 @@ class Pending:
 
 
 class Agent:
-    """One conversation: the transcript and the loop that grows it.
-
-    `before_change` is awaited before a call that may change something, after its approval.
-    """
+    """One conversation: the transcript and the loop that grows it."""
 
     def __init__(
-        self,
-        config: Config,
-        provider: Provider,
-        tools: Sequence[Tool],
-        context: ToolContext,
-        approve: Approve,
-        before_change: BeforeChange = _nothing,
+        self, config: Config, provider: Provider, tools: Sequence[Tool], context: ToolContext, approve: Approve
     ) -> None:
         self.config = config
         self.provider = provider
         self.tools = tools
         self.context = context
         self.approve = approve
-        self.before_change = before_change
+        self.before_change: Callable[[], Awaitable[None]] | None = None
+        """Awaited before a call that may change something, after its approval."""
         self.messages: list[Message] = []
         self.keeper = ViewKeeper(config, provider, tools, PinnedFiles(context), self._ask)
         self._calls = 0  # how many calls the transcript holds: the next one's number
@@ -7293,14 +7269,13 @@ class Agent:
 
     def drain_pending(self) -> list[str]:
         """Take back every line that was not delivered: steered lines, then follow-ups."""
-        waiting, self.pending = self.pending, []
-        return [line.text for line in sorted(waiting, key=lambda line: not line.steers)]
+        return list(iter(self.next_follow_up, None))
 
     def next_follow_up(self) -> str | None:
         """Take the line to handle after a turn; one that came too late to steer it goes first."""
-        line = min(self.pending, key=lambda line: not line.steers, default=None)
-        if line is None:
+        if not self.pending:
             return None
+        line = min(self.pending, key=lambda line: not line.steers)
         self.pending.remove(line)
         return line.text
 
@@ -7375,11 +7350,11 @@ class Agent:
 
     def _take_steers(self) -> list[Message]:
         """The steered lines as messages; what the model did so far is no repetition any more."""
-        lines = [line for line in self.pending if line.steers]
+        lines = [line.text for line in self.pending if line.steers]
+        self.pending = [line for line in self.pending if not line.steers]
         if lines:
-            self.pending = [line for line in self.pending if not line.steers]
             self._last_call = None
-        return [self.to_message(line.text) for line in lines]
+        return list(map(self.to_message, lines))
 
     def settle(self) -> Iterator[Event]:
         """Answer the calls that were left without a result: after an interrupt, an error, a killed process."""
@@ -7415,21 +7390,18 @@ class Agent:
                     if isinstance(item, Reply):
                         reply = item
                         self.usage += (item.usage or Usage()) + item.used_before
-                    elif purpose == "step" or isinstance(item, Retry | Adapted):
-                        yield self._streamed(item)
+                        continue
+                    if isinstance(item, Retry):
+                        self._partial.clear()
+                    elif isinstance(item, TextDelta) and purpose == "step":
+                        self._partial.append(item.text)
+                    if purpose == "step" or isinstance(item, Retry | Adapted):
+                        yield item
         except (ProviderError, Interrupted) as exc:
             status = {ContextOverflow: "overflow", Interrupted: "interrupted"}.get(type(exc), "failed")
             yield RequestEnd(purpose, status, str(exc) or None, time.monotonic() - started, None)
             raise
         yield RequestEnd(purpose, "completed", None, time.monotonic() - started, reply)
-
-    def _streamed(self, item: Delta) -> Delta:
-        """Keep what was streamed, in case the reply is never completed."""
-        if isinstance(item, TextDelta):
-            self._partial.append(item.text)
-        elif isinstance(item, Retry):
-            self._partial.clear()
-        return item
 
     def _received(self, item: Reply | None) -> Reply:
         """Take a complete reply: count its tokens and give its calls ids that are unique in the transcript.
@@ -7449,7 +7421,7 @@ class Agent:
         if reply.finish_reason == "length":
             skip = CUT_OFF
         elif reply.problem and reply.tool_calls:  # all or nothing: what was meant is not certain
-            skip = unusable(f"{reply.problem} {CALL_HINT}")
+            skip = FEEDBACK + UNUSABLE.format(f"{reply.problem} {CALL_HINT}")
             self._note_unusable()
         for call in reply.tool_calls:
             yield ToolStart(call)
@@ -7488,7 +7460,7 @@ class Agent:
             decision = await interruptible(self.approve(tool, preview, tuple(self.sources)), self.interrupt)
             if not decision.allowed:
                 return ToolResult(f"Denied: {decision.reason}.", is_error=True)
-            if tool.risk != "read" and not decision.read_only:
+            if self.before_change and tool.risk != "read" and not decision.read_only:
                 await self.before_change()
             if decision.command is not None:
                 arguments["command"] = decision.command
@@ -7523,8 +7495,8 @@ class Agent:
             return ""
         self._note_unusable()
         if reply.problem:
-            return unusable(f"{reply.problem}. {CALL_HINT}").removeprefix(FEEDBACK)
-        return CUT_OFF_TEXT if reply.finish_reason == "length" else unusable(EMPTY_REPLY).removeprefix(FEEDBACK)
+            return UNUSABLE.format(f"{reply.problem}. {CALL_HINT}")
+        return CUT_OFF_TEXT if reply.finish_reason == "length" else UNUSABLE.format(EMPTY_REPLY)
 
     def _note_unusable(self) -> None:
         """Count a reply that could not be used; raises NoProgress when there were too many."""
@@ -9101,7 +9073,7 @@ class Runtime:
         """Say how far the plan is when that has changed, and once that spec.txt is another one since."""
         if progress := self.plan.look(in_turn):
             self.emit(progress)
-        if not in_turn and self.plan.spec_changed() and self._said_of != (spec := self.plan.spec_digest()):
+        if not in_turn and (spec := self.plan.spec_changed()) and spec != self._said_of:
             self._said_of = spec
             self.emit(Notice(f"{SPEC_CHANGED}; /plan brings it up to date"))
 
@@ -9206,7 +9178,7 @@ async def go_command(runtime: Runtime, rest: str) -> str | TurnEnd:
         return f"there is no {PLAN_FILE} with numbered steps: /plan has it written"
     if all(step.done for step in runtime.plan.steps):
         return f"all {len(runtime.plan.steps)} steps of {PLAN_FILE} are done: change it, or /plan makes a new one"
-    return await runtime.send(go_prompt(rest, runtime.plan.spec_changed()))
+    return await runtime.send(go_prompt(rest, bool(runtime.plan.spec_changed())))
 
 
 @command
@@ -10881,7 +10853,7 @@ class RecordedProvider:
             raise Interrupted
         recorded = self.replies.pop(0)
         self.requests += 1
-        if request_digest(messages, tools) != recorded.digest:
+        if RequestDigest()(messages, tools) != recorded.digest:
             raise Divergence(f"request {self.requests} differs from the recorded one")
         for start in range(0, len(recorded.reply.text), PIECE):
             yield TextDelta(recorded.reply.text[start : start + PIECE])
