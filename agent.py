@@ -7554,6 +7554,10 @@ LOCK_PATIENCE_S = 0.5
 FIRST_BYTES = 65_536  # of a log, read to show what it is about
 
 Record = Mapping[str, Any]
+RECORDED_WHOLE: Mapping[type[Any], str] = {  # events whose fields are those of the record
+    RequestStart: "request", Retry: "retry", Adapted: "adapted", Compacted: "compacted", Elided: "elided",
+    Pinned: "pinned", PlanProgress: "plan", Evidence: "evidence",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -7613,11 +7617,8 @@ class Folded:
                 self._end_change(tree, kept)
             case {"type": "plan", "titles": str(titles), "spec": str(spec)}:
                 self.plan = (titles, spec)
-            case {
-                "type": "evidence",
-                "test": {"command": str(words), "status": int() | None as status, "tree": str(tree)},
-            }:
-                self.test = TestRun(words, status, tree)
+            case {"type": "evidence", "test": {"command": str(line), "status": int() | None as code, "tree": str(tree)}}:
+                self.test = TestRun(line, code, tree)
             case {"type": "message" | "compacted" | "elided" | "pinned" | "snapshot" | "changed" | "session"}:
                 self.dropped += 1
 
@@ -7674,14 +7675,8 @@ def fold(records: Iterable[Record]) -> Folded:
     match next(rest, {}):
         case {"type": "session", "version": int(version)} if version > LOG_VERSION:
             raise AgentError(f"a later version of this program wrote it (log version {version}, not {LOG_VERSION})")
-        case {
-            "type": "session",
-            "id": str(id),
-            "workspace": str(workspace),
-            "model": str(model),
-            "system": str(system),
-        }:
-            folded = Folded(id, workspace, model, system)
+        case {"type": "session", "id": str(id), "workspace": str(path), "model": str(model), "system": str(system)}:
+            folded = Folded(id, path, model, system)
         case _:
             raise AgentError("its first line is not the beginning of a session")
     for record in rest:
@@ -7694,12 +7689,6 @@ def event_to_record(event: Event) -> dict[str, Any] | None:
     match event:
         case MessageAdded(message):
             return {"type": "message", "message": message}
-        case RequestStart():
-            return {"type": "request", **dataclasses.asdict(event)}
-        case Retry():
-            return {"type": "retry", **dataclasses.asdict(event)}
-        case Adapted(what):
-            return {"type": "adapted", "what": what}
         case RequestEnd(purpose, status, error, elapsed_s, reply):
             record = {
                 "type": "reply", "purpose": purpose, "status": status, "error": error, "elapsed_s": round(elapsed_s, 3),
@@ -7711,17 +7700,13 @@ def event_to_record(event: Event) -> dict[str, Any] | None:
             if reply and (purpose == "summary" or not (reply.text.strip() or reply.tool_calls)):
                 record["message"] = reply.message
             return record
-        case Compacted() | Elided() | Pinned():
-            return {"type": type(event).__name__.lower(), **dataclasses.asdict(event)}
-        case PlanProgress():
-            return {"type": "plan", **dataclasses.asdict(event)}
-        case Evidence():
-            return {"type": "evidence", **dataclasses.asdict(event)}
         case TurnEnd(reason, error, usage, steps, elapsed_s):
             return {
                 "type": "turn_end", "reason": reason, "error": error, "usage": dataclasses.asdict(usage),
                 "steps": steps, "elapsed_s": round(elapsed_s, 2),
             }  # fmt: skip
+        case _ if type(event) in RECORDED_WHOLE:
+            return {"type": RECORDED_WHOLE[type(event)], **dataclasses.asdict(event)}
         case _:
             return None
 
@@ -7752,12 +7737,19 @@ def parse_log(data: bytes) -> Log:
     return Log(records, data[good:], damaged)
 
 
-def read_log(path: Path) -> Log:
-    """Read a log from disk; raises AgentError when that is not possible."""
+@contextlib.contextmanager
+def disk_errors_said() -> Iterator[None]:
+    """An OSError becomes an AgentError in the system's words."""
     try:
-        return parse_log(path.read_bytes())
+        yield
     except OSError as exc:
         raise AgentError(exc.strerror or str(exc)) from None
+
+
+def read_log(path: Path, size: int = -1) -> Log:
+    """Read a log, or so many bytes of it, from disk; raises AgentError when that is not possible."""
+    with disk_errors_said(), open(path, "rb") as file:
+        return parse_log(file.read(size))
 
 
 def write_all(file: int, data: bytes) -> None:
@@ -7773,30 +7765,6 @@ def write_all(file: int, data: bytes) -> None:
         raise
 
 
-class DiskSync:
-    """Has the disk take what was written to a file: at once, or in a thread while something else is waited for."""
-
-    def __init__(self, file: int) -> None:
-        self._file = file
-        self._thread = concurrent.futures.ThreadPoolExecutor(1)
-        self._begun: concurrent.futures.Future[None] | None = None
-
-    def begin(self) -> None:
-        """Begin to sync; raises the OSError of the time before, which is over then."""
-        self.wait()
-        self._begun = self._thread.submit(os.fdatasync, self._file)
-
-    def wait(self) -> None:
-        """Wait for what was begun; raises OSError when it failed."""
-        begun, self._begun = self._begun, None
-        if begun:
-            begun.result()
-
-    def close(self) -> None:
-        """Wait for what was begun; errors come too late."""
-        self._thread.shutdown()
-
-
 class Session:
     """One conversation on disk. `record` is a sink; it is the first of them, so that nothing runs ahead of it.
 
@@ -7810,7 +7778,8 @@ class Session:
         self.resumed = resumed
         self.notices: list[str] = []
         self._file = file
-        self._sync = DiskSync(file) if file is not None else None
+        self._thread = concurrent.futures.ThreadPoolExecutor(1)  # waits for the disk while something else happens
+        self._syncing: concurrent.futures.Future[None] | None = None
         self._unwritten: list[bytes] = []
         self._traced = 0
 
@@ -7827,7 +7796,7 @@ class Session:
     def append(self, record: Record) -> None:
         """Append one record. When the disk refuses it, it is kept in memory and tried again with the next one."""
         self.folded.apply(record)
-        if self._file is None or self._sync is None:
+        if self._file is None:
             return
         failing = bool(self._unwritten)
         self._unwritten.append(json.dumps({**record, "time": round(time.time(), 3)}).encode() + b"\n")
@@ -7835,9 +7804,10 @@ class Session:
             write_all(self._file, b"".join(self._unwritten))
             self._unwritten.clear()
             if record["type"] in ("request", *SYNCED_AT_ONCE):
-                self._sync.begin()
+                self._wait_for_disk()
+                self._syncing = self._thread.submit(os.fdatasync, self._file)
             if record["type"] in SYNCED_AT_ONCE:
-                self._sync.wait()
+                self._wait_for_disk()
         except OSError as exc:
             if not failing:
                 self.notices.append(
@@ -7847,6 +7817,12 @@ class Session:
             return
         if failing:
             self.notices.append("the session log can be written again; nothing is missing in it.")
+
+    def _wait_for_disk(self) -> None:
+        """Wait until the disk has what was last handed to it; raises OSError."""
+        syncing, self._syncing = self._syncing, None
+        if syncing:
+            syncing.result()
 
     def trace(self, kind: str, data: bytes) -> None:
         """Keep what was sent or received, byte for byte, in a file beside the log; up to TRACE_BYTES of it."""
@@ -7864,8 +7840,7 @@ class Session:
             return
         if self.path and not self.folded.messages and not self.resumed:
             self.path.unlink(missing_ok=True)
-        if self._sync:
-            self._sync.close()
+        self._thread.shutdown()
         os.close(self._file)
         self._file = None
 
@@ -7885,7 +7860,7 @@ def _opened(config: Config, model: str) -> dict[str, Any]:
 
 
 def _lock(file: int) -> None:
-    """Take an open log for this process; raises AgentError when another one has it.
+    """Take an open log for this process; raises AgentError, and closes it, when another one has it.
 
     It waits a moment: a process that was killed while it started a command leaves the lock for an instant.
     """
@@ -7896,6 +7871,7 @@ def _lock(file: int) -> None:
             return
         except BlockingIOError:
             if time.monotonic() > deadline:
+                os.close(file)
                 raise AgentError("another agent works in it right now") from None
             time.sleep(0.02)
         except OSError:
@@ -7955,20 +7931,11 @@ def list_sessions(config: Config) -> list[Path]:
 
 def _open_log(path: Path) -> tuple[int, bool]:
     """(file, whether it can be written) of a log that is locked now; raises AgentError."""
-    for flags in (os.O_RDWR | os.O_APPEND, os.O_RDONLY):
-        try:
-            file = os.open(path, flags)
-        except OSError as exc:
-            if exc.errno in (errno.EROFS, errno.EACCES) and flags != os.O_RDONLY:
-                continue
-            raise AgentError(exc.strerror or str(exc)) from None
-        try:
-            _lock(file)
-        except AgentError:
-            os.close(file)
-            raise
-        return file, flags != os.O_RDONLY
-    raise AssertionError("unreachable")
+    writable = os.access(path, os.W_OK)
+    with disk_errors_said():
+        file = os.open(path, os.O_RDWR | os.O_APPEND if writable else os.O_RDONLY)
+    _lock(file)
+    return file, writable
 
 
 def _mend_tail(path: Path, file: int, data: bytes, tail: bytes) -> None:
@@ -7988,17 +7955,14 @@ def resume_session(config: Config, model: str, path: Path) -> tuple[Session, lis
     """
     file, writable = _open_log(path)
     try:
-        with open(os.dup(file), "rb") as source:
-            data = source.read()
-        log = parse_log(data)
-        folded = fold(log.records)
-        if folded.workspace != str(config.workspace):
-            raise AgentError(f"it belongs to {folded.workspace}")
-        if writable:
-            _mend_tail(path, file, data, log.tail)
-    except OSError as exc:
-        os.close(file)
-        raise AgentError(exc.strerror or str(exc)) from None
+        with disk_errors_said():
+            data = path.read_bytes()
+            log = parse_log(data)
+            folded = fold(log.records)
+            if folded.workspace != str(config.workspace):
+                raise AgentError(f"it belongs to {folded.workspace}")
+            if writable:
+                _mend_tail(path, file, data, log.tail)
     except AgentError:
         os.close(file)
         raise
@@ -8072,53 +8036,39 @@ def open_session(config: Config, model: str, fresh: bool, id: str | None = None)
     Continues the newest session of the workspace, or the one named `id`, unless `fresh`. What cannot be
     continued is left as it is, said, and a new session is begun; a named one raises AgentError instead.
     """
-    if id:
-        path = find_session(config, id)
-        try:
-            return resume_session(config, model, path)
-        except AgentError as exc:
-            raise AgentError(f"cannot continue session {path.stem}: {exc}. --sessions lists the others.") from None
     notes: list[str] = []
-    for path in list_sessions(config)[: 0 if fresh else 1]:
+    for path in [find_session(config, id)] if id else list_sessions(config)[: 0 if fresh else 1]:
         try:
             return resume_session(config, model, path)
         except AgentError as exc:
-            notes.append(
-                f"cannot continue session {path.stem}: {exc}. It is left as it is ({path}); this is a new session."
-            )
+            problem = f"cannot continue session {path.stem}: {exc}."
+            if id:
+                raise AgentError(f"{problem} --sessions lists the others.") from None
+            notes.append(f"{problem} It is left as it is ({path}); this is a new session.")
     session = new_session(config, model, build_system_prompt(config))
     if session.path:
         notes += prune_sessions(config)
     return session, notes
 
 
-def first_prompt(path: Path) -> str:
-    """The prompt that a session began with, "" when there is none; raises AgentError when it cannot be read."""
-    try:
-        with open(path, "rb") as file:
-            log = parse_log(file.read(FIRST_BYTES))
-    except OSError as exc:
-        raise AgentError(exc.strerror or str(exc)) from None
-    return next((message_text(m) for m in fold(log.records).messages if m["role"] == "user"), "")
-
-
 def describe_sessions(config: Config, words: str = "") -> str:
-    """One line for each session of the workspace, or for each that holds the words: id, last use, size, prompt."""
+    """One line for each session of the workspace: id, last use, size, first prompt.
+
+    With `words` only for those that hold them, and from there on.
+    """
     lines = []
     for path in list_sessions(config):
-        status = path.stat()
-        changed = datetime.fromtimestamp(status.st_mtime).strftime("%Y-%m-%d %H:%M")
         try:
-            first = first_prompt(path) or "(empty)"
-            if words:
-                texts = [message_text(message) for message in fold(read_log(path).records).messages]
-                first = next((text[max(0, text.lower().find(words.lower()) - 20) :] for text in texts
-                              if words.lower() in text.lower()), "")  # fmt: skip
-                if not first:
-                    continue
+            messages = fold(read_log(path, -1 if words else FIRST_BYTES).records).messages
+            texts = [message_text(message) for message in messages if words or message["role"] == "user"]
+            found = next((text for text in texts if words.lower() in text.lower()), "")
+            shown = found[max(0, found.lower().find(words.lower()) - 20) :] or "(empty)"
         except AgentError as exc:
-            first = f"(cannot be read: {exc})"
-        lines.append(f"{path.stem}  {changed}  {status.st_size // 1000:6} kB  {one_line(first, 60)}")
+            found = shown = f"(cannot be read: {exc})"
+        if found or not words:
+            status = path.stat()
+            changed = f"{datetime.fromtimestamp(status.st_mtime):%Y-%m-%d %H:%M}"
+            lines.append(f"{path.stem}  {changed}  {status.st_size // 1000:6} kB  {one_line(shown, 60)}")
     return "\n".join(lines) or (f"no session holds {words!r}" if words else "no sessions in this directory yet")
 
 
@@ -8143,8 +8093,7 @@ def last_exchange(messages: Sequence[Message]) -> str:
 
 def _fenced(text: str) -> str:
     """The text as a code block of Markdown, whatever it holds."""
-    longest = max((len(run) for run in re.findall(r"`{3,}", text)), default=2)
-    fence = "`" * (longest + 1)
+    fence = max([*re.findall(r"`{3,}", text), "``"]) + "`"
     return f"{fence}\n{text.rstrip()}\n{fence}"
 
 
