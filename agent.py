@@ -176,6 +176,7 @@ if TYPE_CHECKING:
     import openai
     from markdown_it import MarkdownIt
     from markdown_it.token import Token
+    from markdown_it.tree import SyntaxTreeNode
     from prompt_toolkit.application import Application
     from prompt_toolkit.buffer import Buffer
     from prompt_toolkit.completion import CompleteEvent, Completer, Completion
@@ -7617,8 +7618,8 @@ class Folded:
                 self._end_change(tree, kept)
             case {"type": "plan", "titles": str(titles), "spec": str(spec)}:
                 self.plan = (titles, spec)
-            case {"type": "evidence", "test": {"command": str(line), "status": int() | None as code, "tree": str(tree)}}:
-                self.test = TestRun(line, code, tree)
+            case {"type": "evidence", "test": {"command": str(text), "status": int() | None as end, "tree": str(tree)}}:
+                self.test = TestRun(text, end, tree)
             case {"type": "message" | "compacted" | "elided" | "pinned" | "snapshot" | "changed" | "session"}:
                 self.dropped += 1
 
@@ -8402,25 +8403,6 @@ class Painter:
         return self.glyphs("".join(shown))
 
 
-class _Block(NamedTuple):
-    kind: str
-    tokens: list[Token]
-    line: int  # where it begins in the parsed text
-
-
-def _blocks(tokens: Sequence[Token]) -> list[_Block]:
-    """The top-level blocks, or the items when `tokens` is the inside of a list."""
-    blocks, depth, start = [], 0, 0
-    for index, token in enumerate(tokens):
-        if depth == 0:
-            start = index
-        depth += token.nesting
-        if depth == 0:
-            first = tokens[start]
-            blocks.append(_Block(first.type, list(tokens[start : index + 1]), first.map[0] if first.map else 0))
-    return blocks
-
-
 @dataclass
 class _OpenCode:
     """A code block whose end has not come yet. Read by hand: the parser would scan all of it each time."""
@@ -8430,7 +8412,6 @@ class _OpenCode:
     language: str
     lines: list[str] = field(default_factory=list)
     shown: int = 0
-    begun: bool = False
 
     def is_end(self, line: str) -> bool:
         """Whether this line closes the block."""
@@ -8444,8 +8425,7 @@ class _OpenCode:
 
 
 _FENCE = re.compile(r"( {0,3})(`{3,}|~{3,})([^\n]*)\n?")
-_LISTS = ("bullet_list_open", "ordered_list_open")
-_ENDED_BY_BLANK = ("paragraph_open", "table_open", "blockquote_open")
+_FINAL_AT_ONCE, _ENDED_BY_BLANK = ("heading", "hr"), ("paragraph", "table", "blockquote")  # kinds of block
 
 
 class MarkdownStream:
@@ -8460,6 +8440,7 @@ class MarkdownStream:
         self._gap = False  # whether a blank line belongs before the next block
         self._list: tuple[str, int] | None = None  # kind and next number of a list whose first items are laid out
         self._code: _OpenCode | None = None
+        self._final: list[Line] = []  # laid out since the last `poll`
 
     def feed(self, text: str) -> None:
         """Take the next piece."""
@@ -8473,66 +8454,72 @@ class MarkdownStream:
         """The lines that became final since the last call; with `final` all that is left."""
         if final:
             self._text, self._rest = self._text + clean(self._rest), ""
-        lines: list[Line] = []
-        while self._take_code(lines, final) if self._code else self._take_blocks(lines, final):
+        while self._take_code(final) if self._code else self._take_blocks(final):
             pass
+        lines, self._final = self._final, []
         return lines
 
-    def _take_blocks(self, lines: list[Line], final: bool) -> bool:
+    def _take_blocks(self, final: bool) -> bool:
         """Lay out the finished blocks of the text. Returns whether there may be more."""
+        from markdown_it.tree import SyntaxTreeNode
+
         if not self._text.strip() or (len(self._text) == self._parsed and not final):
             return False
-        blocks = _blocks(_markdown_parser().parse(self._text, self._definitions))
+        blocks = SyntaxTreeNode(_markdown_parser().parse(self._text, self._definitions)).children
         self._parsed = len(self._text)
         if not blocks:
             return False
         *finished, last = blocks
         for block in finished:
-            self._put(block.kind, block.tokens, lines)
-        start = self._offset(last.line)
-        if last.kind == "fence" and (fence := _FENCE.match(self._text, start)):
+            self._put(block.to_tokens())
+        start = self._offset(last)
+        if last.type == "fence" and (fence := _FENCE.match(self._text, start)):
+            self._begin_block()
             self._drop(fence.end())
             self._code = _OpenCode(fence[2], len(fence[1]), (fence[3].split() or [""])[0])
             return True
-        if final or self._is_finished(last.kind):
-            self._put(last.kind, last.tokens, lines)
+        if (
+            final
+            or last.type in _FINAL_AT_ONCE
+            or (last.type in _ENDED_BY_BLANK and not self._text.rsplit("\n", 2)[-2].strip())
+        ):
+            self._put(last.to_tokens())
             start = len(self._text)
-        elif last.kind in _LISTS:
-            start = self._offset(self._put_items(last, lines))
+        elif last.type in ("bullet_list", "ordered_list") and len(last.children) > 1:
+            *items, unfinished = last.children
+            start = self._offset(unfinished)
+            last.children = items
+            self._put_items(last.to_tokens(), len(items))
         self._drop(start)
         self._parsed = len(self._text)
         return False
 
-    def _is_finished(self, kind: str) -> bool:
-        """Whether the last block cannot be changed by what follows."""
-        if kind in ("heading_open", "hr"):
-            return True
-        return kind in _ENDED_BY_BLANK and not self._text.rsplit("\n", 2)[-2].strip()
+    def _begin_block(self) -> None:
+        """What is laid out next is no part of what came before."""
+        if self._gap:
+            self._final.append([])
+        self._gap, self._list = True, None
 
-    def _put(self, kind: str, tokens: list[Token], lines: list[Line]) -> None:
-        """Lay a block out; one that goes on with a list gets its number and no blank line."""
-        if self._list and self._list[0] == kind:
-            tokens[0].attrs["start"] = self._list[1]
-        elif self._gap:
-            lines.append([])
+    def _goes_on(self, tokens: Sequence[Token]) -> bool:
+        """Whether the blocks begin with more items of a list; the list gets its next number then."""
+        if not (self._list and tokens and tokens[0].type == self._list[0]):
+            return False
+        tokens[0].attrs["start"] = self._list[1]
+        return True
+
+    def _put(self, tokens: list[Token]) -> None:
+        """Lay a block out; one that goes on with a list gets no blank line."""
+        if not self._goes_on(tokens):
+            self._begin_block()
         self._list = None
-        lines += self._painter.markdown(tokens)
-        self._gap = True
+        self._final += self._painter.markdown(tokens)
 
-    def _put_items(self, block: _Block, lines: list[Line]) -> int:
-        """Lay out all items of a list but the last. Returns the line where the last one begins."""
-        *items, last = _blocks(block.tokens[1:-1])
-        if not items:
-            return block.line
-        first = int(block.tokens[0].attrs.get("start") or 1)
-        if self._list and self._list[0] == block.kind:
-            first = self._list[1]
-        inside = [token for item in items for token in item.tokens]
-        self._put(block.kind, [block.tokens[0], *inside, block.tokens[-1]], lines)
-        self._list = (block.kind, first + len(items))
-        return last.line
+    def _put_items(self, tokens: list[Token], count: int) -> None:
+        """Lay out a list of so many items that is not at its end."""
+        self._put(tokens)
+        self._list = (tokens[0].type, int(tokens[0].attrs.get("start") or 1) + count)
 
-    def _take_code(self, lines: list[Line], final: bool) -> bool:
+    def _take_code(self, final: bool) -> bool:
         """Read the lines of an open code block and lay out a batch. Returns whether it was closed."""
         assert self._code
         code, closed, start = self._code, False, 0
@@ -8547,31 +8534,26 @@ class MarkdownStream:
         if closed or final:
             while code.lines[code.shown :] and not code.lines[-1].strip():
                 code.lines.pop()
-            self._put_code(code, len(code.lines), lines)
+            self._put_code(code, len(code.lines))
             self._code = None
         elif len(code.lines) - code.shown >= CODE_BATCH:
             upto = len(code.lines) - CODE_HELD_BACK
             while not code.lines[upto - 1].strip() and upto > code.shown:
                 upto -= 1
-            self._put_code(code, upto, lines)
+            self._put_code(code, upto)
         return closed
 
-    def _put_code(self, code: _OpenCode, upto: int, lines: list[Line]) -> None:
+    def _put_code(self, code: _OpenCode, upto: int) -> None:
         """Lay out the lines up to there, in the colours that the lines before them call for."""
-        if not code.begun and self._gap:
-            lines.append([])
-        code.begun, self._gap, self._list = True, True, None
         if upto > code.shown:
             start = max(0, code.shown - CODE_CONTEXT)
-            lines += self._painter.code("\n".join(code.lines[start:upto]), code.language, code.shown - start)
+            self._final += self._painter.code("\n".join(code.lines[start:upto]), code.language, code.shown - start)
         code.shown = upto
 
-    def _offset(self, line: int) -> int:
-        """Where a line of the text begins."""
-        start = 0
-        for _ in range(line):
-            start = self._text.index("\n", start) + 1
-        return start
+    def _offset(self, block: SyntaxTreeNode) -> int:
+        """Where a block begins in the text."""
+        line = block.map[0] if block.map else 0
+        return sum(len(before) + 1 for before in self._text.split("\n", line)[:line])
 
     def _drop(self, count: int) -> None:
         self._text, self._parsed = self._text[count:], 0
@@ -8591,9 +8573,7 @@ class MarkdownStream:
         if not text.strip():
             return []
         tokens = _markdown_parser().parse(text, dict(self._definitions))
-        goes_on = bool(self._list and tokens and tokens[0].type == self._list[0])
-        if goes_on and self._list:
-            tokens[0].attrs["start"] = self._list[1]
+        goes_on = self._goes_on(tokens)
         lines = self._painter.markdown(tokens)
         return ([[], *lines] if self._gap and not goes_on else lines)[-rows:]
 
