@@ -192,7 +192,6 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
     from rich.markdown import Markdown
     from rich.segment import Segment
-    from rich.style import Style
     from rich.text import Text
 
 __version__ = "0.1.0"
@@ -8598,6 +8597,22 @@ def describe_usage(usage: Usage) -> str:
     return f"{short(usage.input)} in{cached}, {short(usage.output)} out"
 
 
+def describe_event(event: Event) -> str:
+    """What happened beside the conversation, in words; "" for the events that are shown otherwise."""
+    match event:
+        case Retry(attempt, delay_s, reason):
+            return f"{reason}: trying again in {delay_s:.0f} s (attempt {attempt})"
+        case Adapted(text) | Notice(text):
+            return text
+        case Elided(_, _, before, after):
+            return f"old tool results left out: about {before} tokens before, {after} now"
+        case Compacted(_, _, before, after, _):
+            return f"compacted: about {before} tokens before, {after} now"
+        case Evidence():
+            return "\n".join(f"[{line}]" for line in event.lines())
+    return ""
+
+
 def diff_lines(text: str, path: str, painter: Painter) -> list[Line]:
     """A unified diff in colours: what goes in one, what comes in those of its language."""
     from rich.text import Text
@@ -8662,7 +8677,10 @@ class TerminalRenderer:
                 self._streamed += len(text)
                 self._answer.feed(text)
             case ThinkingDelta(text):
-                self._think(text)
+                if not self._thoughts:
+                    self._thinking_since = time.monotonic()
+                self.activity = "thinking"
+                self._thoughts.append(text)
             case MessageAdded(message):
                 self._message(message)
             case ToolStart(call):
@@ -8673,22 +8691,18 @@ class TerminalRenderer:
             case ToolEnd(call, result):
                 self._call, self.activity = None, "waiting for the model"
                 self._result(call, result)
-            case Retry(attempt, delay_s, reason):
+            case Retry():
                 self._reset()
                 self.activity = "waiting to try again"
-                self.note(f"{reason}: trying again in {delay_s:.0f} s (attempt {attempt})", "notice")
-            case Adapted(what):
-                self.note(what, "dim")
-            case Elided(_, _, before, after):
-                self.note(f"old tool results left out: about {before} tokens before, {after} now", "dim")
-            case Compacted(_, _, before, after, _):
-                self.note(f"compacted: about {before} tokens before, {after} now", "dim")
-            case Notice(text):
-                self.note(text, "notice")
+                self.note(describe_event(event), "notice")
+            case Notice():
+                self.note(describe_event(event), "notice")
+            case Adapted() | Elided() | Compacted():
+                self.note(describe_event(event), "dim")
             case Evidence():
                 self.flush()
-                for line in event.lines():
-                    self.note(f"[{line}]", "dim")
+                if event.lines():
+                    self.note(describe_event(event), "dim")
             case TurnEnd():
                 self.flush()
                 self._end(event)
@@ -8791,12 +8805,6 @@ class TerminalRenderer:
         elif message["role"] == "user":
             self.flush()
             self.prompt(typed_part(message))
-
-    def _think(self, text: str) -> None:
-        if not self._thoughts:
-            self._thinking_since = time.monotonic()
-        self.activity = "thinking"
-        self._thoughts.append(text)
 
     def _fold_thoughts(self) -> None:
         if not self._thoughts:
@@ -8910,25 +8918,15 @@ class PlainRenderer:
                     print(text, file=sys.stderr if message_calls(message) else sys.stdout, flush=True)
             case SessionStart(id, workspace, _, resumed):
                 self._say(f"{'continuing' if resumed else 'new'} session {id} in {workspace}")
-            case Retry(attempt, delay_s, reason):
-                self._say(f"{reason}: trying again in {delay_s:.0f} s (attempt {attempt})")
-            case Adapted(what) | Notice(what):
-                self._say(what)
-            case Evidence():
-                for line in event.lines():
-                    self._say(f"[{line}]")
             case ToolStart(call):
                 self._say(f"> {one_line(call.name)} {describe_call(call)[1]}")
             case ToolEnd(_, result):
                 lines = clean(result.content).strip().splitlines() or [""]
                 self._say(f"  {one_line(lines[-1])}")
-            case Elided(_, _, before, after):
-                self._say(f"old tool results left out: about {before} tokens before, {after} now")
-            case Compacted(_, _, before, after, _):
-                self._say(f"compacted: about {before} tokens before, {after} now")
-            case TurnEnd(reason, error):
-                if reason != "done":
-                    self._say(f"{reason}: {error}" if error else reason)
+            case TurnEnd(reason, error) if reason != "done":
+                self._say(f"{reason}: {error}" if error else reason)
+            case _ if text := describe_event(event):
+                self._say(text)
 
     def _say(self, text: str) -> None:
         print(clean(text), file=sys.stderr, flush=True)
@@ -9615,24 +9613,6 @@ class Screen:
         return rows
 
 
-ANSI_NAMES = (
-    "ansiblack", "ansired", "ansigreen", "ansiyellow", "ansiblue", "ansimagenta", "ansicyan", "ansigray",
-    "ansibrightblack", "ansibrightred", "ansibrightgreen", "ansibrightyellow", "ansibrightblue", "ansibrightmagenta",
-    "ansibrightcyan", "ansiwhite",
-)  # fmt: skip
-
-
-@functools.cache
-def fragment_style(style: Style | None) -> str:
-    """A style of rich in the words of prompt_toolkit."""
-    if style is None:
-        return ""
-    words = [name for name in ("bold", "italic", "underline", "strike", "dim", "reverse") if getattr(style, name)]
-    if style.color and style.color.number is not None and style.color.number < 16:
-        words.append(ANSI_NAMES[style.color.number])
-    return " ".join(words)
-
-
 class FileNames:
     """The files below a directory, for completion: read in a thread, kept for a few seconds."""
 
@@ -9643,52 +9623,30 @@ class FileNames:
     def __init__(self, root: Path) -> None:
         self._root = root
         self._names: list[str] = []
-        self._joined = ""  # all names in lower case, one a line: a search in one string is quick
         self._read_at = -math.inf
 
     def matches(self, query: str, limit: int = 20) -> list[str]:
         """The names that contain the query, else those that contain its letters in order; the best first."""
         if time.monotonic() - self._read_at > self.FRESH_S:
-            self._names = list(self._walk())
-            self._joined = "\n".join(self._names).lower() + "\n"
+            self._names = list(itertools.islice(self._walk(), self.LIMIT))
             self._read_at = time.monotonic()
         query = query.lower()
-        letters = "[^\n]*?".join(map(re.escape, query))
-        found = self._search(re.escape(query)) or (self._search(letters) if len(query) < 20 else [])
-        found.sort(key=lambda name: (query not in name.rsplit("/", 1)[-1].lower(), name.count("/"), len(name), name))
-        return found[:limit]
-
-    def _search(self, pattern: str, limit: int = 2000) -> list[str]:
-        names: list[str] = []
-        line, position = 0, 0
-        for found in re.finditer(pattern, self._joined):
-            if found.start() < position:
-                continue  # the same name again
-            line += self._joined.count("\n", position, found.start())
-            names.append(self._names[line])
-            position = self._joined.index("\n", found.start()) + 1
-            line += 1
-            if len(names) >= limit or line >= len(self._names):
-                break
-        return names
+        found = [name for name in self._names if query in name.lower()]
+        if not found and len(query) < 20:
+            letters = re.compile(".*?".join(map(re.escape, query)), re.IGNORECASE)
+            found = [name for name in self._names if letters.search(name)]
+        best = found[:2000]
+        best.sort(key=lambda name: (query not in name.rsplit("/", 1)[-1].lower(), name.count("/"), len(name), name))
+        return best[:limit]
 
     def _walk(self) -> Iterator[str]:
-        waiting, count = [""], 0
-        while waiting:
-            folder = waiting.pop()
-            try:
-                entries = list(os.scandir(self._root / folder))
-            except OSError:
-                continue
-            for entry in entries:
-                if "\n" in entry.name or entry.name in self.SKIPPED:
-                    continue
-                if entry.is_dir(follow_symlinks=False):
-                    waiting.append(f"{folder}{entry.name}/")
-                yield folder + entry.name + "/" * entry.is_dir(follow_symlinks=False)
-                count += 1
-                if count >= self.LIMIT:
-                    return
+        """All names, those of directories with a slash at their end."""
+        for folder, folders, files in os.walk(self._root):
+            folders[:] = [name for name in folders if name not in self.SKIPPED]
+            inside = os.path.relpath(folder, self._root)
+            prefix = "" if inside == "." else f"{inside}/"
+            paths = (prefix + name for name in (*(f"{name}/" for name in folders), *files))
+            yield from (path for path in paths if "\n" not in path)
 
 
 _MENTION = re.compile(r'(?<!\S)@(?:"([^"\n]+)"|(\S+))')
@@ -10260,15 +10218,13 @@ class Repl:
 
     def _tail(self) -> StyleAndTextTuples:
         """The preview of what is not final: never so high that the input line has no room."""
+        from prompt_toolkit.formatted_text import ANSI, to_formatted_text
+
         if self.screen.settling or self.asking or not self.conversation.working:
             return []
         others = self.editor.buffer.document.line_count + len(self.runtime.agent.pending) + 4 + 2 * bool(self.asking)
         lines = self.renderer.tail(min(TAIL_ROWS, self.screen.rows - min(others, self.screen.rows // 2 + 2)))
-        fragments: StyleAndTextTuples = []
-        for line in lines:
-            fragments += [(fragment_style(style), self.painter.glyphs(text)) for text, style, _ in line]
-            fragments.append(("", "\n"))
-        return fragments[:-1]
+        return to_formatted_text(ANSI(self.painter.ansi(lines).removesuffix("\n")))
 
     def _status_line(self) -> StyleAndTextTuples:
         if not self.conversation.working or self.asking:
