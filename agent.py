@@ -8127,10 +8127,6 @@ class Undo:
         self.session = session
         self.store = store
 
-    def take(self, stop: Callable[[], bool] = lambda: False) -> str:
-        """Save the workspace as it is; raises SnapshotError, Interrupted."""
-        return self.store.take(stop)
-
     def begin(self, why: str, tree: str) -> None:
         """Record that the workspace is about to be changed."""
         self.session.append({"type": "snapshot", "why": why, "tree": tree})
@@ -8153,13 +8149,13 @@ class Undo:
             why, change = direction, changes[-1]
         else:
             raise SnapshotError(f"there is nothing to {direction}")
-        live = self.take()
+        live = self.store.take()
         old = change.after or live
         for tree in (old, change.before):
             self.store.tree(tree)
         self.begin(why, live)
         restored = self.store.restore(live, old, change.before, force)
-        self.end(self.take(), len(restored.kept))
+        self.end(self.store.take(), len(restored.kept))
         return change, restored
 
     def diff(self, whole_session: bool, limit: int = 2_000) -> str:
@@ -8168,7 +8164,7 @@ class Undo:
         if not changes:
             return "nothing was changed"
         before = changes[0].before if whole_session else changes[-1].before
-        after = self.take() if whole_session else changes[-1].after or self.take()
+        after = ("" if whole_session else changes[-1].after) or self.store.take()
         lines: list[str] = []
         for path, was, now in self.store.differences(before, after):
             lines += self._diff_of(path, was, now)
@@ -8711,19 +8707,15 @@ class TerminalRenderer:
         """A turn is about to start."""
         self.activity, self.last_event = "waiting for the model", time.monotonic()
 
-    def poll(self) -> bool:
-        """Print the finished blocks of the answer. Returns whether there were any."""
-        lines = self._answer.poll()
-        if lines:
+    def poll(self, final: bool = False) -> None:
+        """Print the finished blocks of the answer; with `final` all of it."""
+        if lines := self._answer.poll(final):
             self._print("answer", self.painter.ansi(lines))
-        return bool(lines)
 
     def flush(self) -> None:
         """Print all of the answer and fold the thoughts: no more of them comes."""
         self._fold_thoughts()
-        lines = self._answer.poll(final=True)
-        if lines:
-            self._print("answer", self.painter.ansi(lines))
+        self.poll(final=True)
         if self._streamed:
             self._last_kind = "end of answer"
         self._reset()
@@ -8896,14 +8888,10 @@ class TerminalRenderer:
         return [[Segment(indent + line, Style(dim=True))] for line in wrapped[-rows:]]
 
 
-class JsonRenderer:
-    """Prints each event as one JSON line."""
-
-    def __call__(self, event: Event) -> None:
-        """Print one event."""
-        line = event_to_json(event)
-        if line is not None:
-            print(json.dumps(line), flush=True)
+def print_json(event: Event) -> None:
+    """Print an event as one JSON line."""
+    if line := event_to_json(event):
+        print(json.dumps(line), flush=True)
 
 
 class PlainRenderer:
@@ -9007,16 +8995,20 @@ class Runtime:
     async def _observe(self, result: ToolResult) -> None:
         """Take a tool's result into the record of what was done."""
         if test := self.ledger.note(result):
-            with contextlib.suppress(SnapshotError):  # then what is changed after it cannot be told, and that is said
-                self.ledger.test = dataclasses.replace(test, tree=await asyncio.to_thread(self.undo.take))
+            self.ledger.test = dataclasses.replace(test, tree=await self._snapshot())
         self._look_at_plan(in_turn=True)
+
+    async def _snapshot(self) -> str:
+        """The workspace as it is; "" when it cannot be saved: then what changes later cannot be told, which is said."""
+        with contextlib.suppress(SnapshotError):
+            return await asyncio.to_thread(self.undo.store.take)
+        return ""
 
     async def _gather_evidence(self) -> Evidence:
         """What this turn did, and what the last test run is worth now."""
         store, now = self.undo.store, self._after
         if self.ledger.test and not now:
-            with contextlib.suppress(SnapshotError):
-                now = await asyncio.to_thread(self.undo.take)
+            now = await self._snapshot()
         files = () if not self._changing else store.changed_files(self._before, now) if self._before and now else None
         since = self.ledger.changed_since(store, now)
         last = self.agent.messages[-1]
@@ -9028,7 +9020,7 @@ class Runtime:
         """Save the workspace before the first change of a turn; when that fails the turn goes on, and it is said."""
         if self._changing:
             return
-        taking = asyncio.ensure_future(asyncio.to_thread(self.undo.take, self.agent.interrupt.is_set))
+        taking = asyncio.ensure_future(asyncio.to_thread(self.undo.store.take, self.agent.interrupt.is_set))
         await asyncio.wait({taking}, timeout=SNAPSHOT_PATIENCE_S)
         if not taking.done():
             self.emit(Notice("saving the workspace first, so that /undo can take this turn back ..."))
@@ -9043,10 +9035,9 @@ class Runtime:
 
     async def _after_change(self) -> None:
         """Save what the turn left, so that a later undo knows what was changed since."""
-        if self._changing and self.session.folded.changing:
-            with contextlib.suppress(SnapshotError):  # then what was changed since cannot be told, and undo says so
-                self._after = await asyncio.to_thread(self.undo.take)
-                self.undo.end(self._after)
+        if self._changing and self.session.folded.changing and (tree := await self._snapshot()):
+            self._after = tree
+            self.undo.end(tree)
 
     async def close(self) -> None:
         """End what runs in the background and let the session go."""
@@ -9762,11 +9753,11 @@ RAN = "I ran this command myself:\n$ {command}\n{output}"
 
 
 @contextlib.contextmanager
-def _on_signals(loop: asyncio.AbstractEventLoop, action: Callable[[], None]) -> Iterator[None]:
-    """Call action on Ctrl-C, on a request to end and on hang-up, instead of dying in the middle of a step."""
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+def _on_signals(action: Callable[[int], object], *others: int) -> Iterator[None]:
+    """Call action on a request to end, on hang-up and on the others, instead of dying in the middle of a step."""
+    loop, numbers = asyncio.get_running_loop(), (signal.SIGTERM, signal.SIGHUP, *others)
     for number in numbers:
-        loop.add_signal_handler(number, action)
+        loop.add_signal_handler(number, action, number)
     try:
         yield
     finally:
@@ -10110,7 +10101,8 @@ class Repl:
         history.touch(mode=0o600)
         self.editor = Editor(history, completer(COMMANDS, FileNames(config.workspace)))
         output = output or Vt100_Output.from_pty(buffered_output(), term=config.term)
-        self.screen = Screen(self._application(terminal_input or create_input(), output), self._frame, self._is_busy)
+        app = self._application(terminal_input or create_input(), output)
+        self.screen = Screen(app, self._frame, lambda: self.conversation.working)
         self._status = 0
         self._started_at = 0.0
         self._ctrl_c_at = self._ctrl_d_at = -math.inf
@@ -10139,19 +10131,17 @@ class Repl:
         if runtime.session.resumed:
             self.renderer.note(last_exchange(runtime.agent.messages), "dim")
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            loop.add_signal_handler(number, self._leave, 128 + number)
         stray = StrayOutput(lambda text: loop.call_soon_threadsafe(screen.commit, text))
-        terminal = sys.stdout
         try:
-            with _terminal_kept(terminal), contextlib.redirect_stdout(stray), contextlib.redirect_stderr(stray):
+            with (
+                _on_signals(lambda number: self._leave(128 + number)), _terminal_kept(sys.stdout),
+                contextlib.redirect_stdout(stray), contextlib.redirect_stderr(stray),
+            ):  # fmt: skip
                 screen.app.after_render += self._after_first_frame
                 self._status = await screen.run() or self._status
         except EOFError:  # the terminal is gone
             self._status = 128 + signal.SIGHUP
         finally:
-            for number in (signal.SIGTERM, signal.SIGHUP):
-                loop.remove_signal_handler(number)
             await self._finish_work()
         with contextlib.suppress(OSError):
             print(f"Continue with: {command_to_return(runtime.config)}")
@@ -10279,9 +10269,6 @@ class Repl:
 
     def _fit_painter(self) -> None:
         self.painter.width = max(8, self.screen.columns - 1)
-
-    def _is_busy(self) -> bool:
-        return self.conversation.working
 
     def _after_first_frame(self, app: Application[int]) -> None:
         app.after_render -= self._after_first_frame
@@ -10467,16 +10454,15 @@ class Repl:
         self.screen.touch()
 
     def _on_answer_first(self, event: KeyPressEvent) -> None:
-        assert self.asking
-        self.asking.put_draft_away()
-        self.screen.touch()
-
-    def _may_answer(self, key: str) -> bool:
-        return self.asking is not None and self.asking.armed and key in self.asking.choices
+        if self.asking:
+            self.asking.put_draft_away()
 
     def _on_answer(self, event: KeyPressEvent) -> None:
         if self.asking:
             self.asking.press(event.data)
+
+    def _may_answer(self, key: str) -> bool:
+        return self.asking is not None and self.asking.armed and key in self.asking.choices
 
 
 class PlainRepl:
@@ -10495,7 +10481,6 @@ class PlainRepl:
             print(clean(note))
         if runtime.session.resumed:
             print(clean(last_exchange(runtime.agent.messages)))
-        loop = asyncio.get_running_loop()
         while not runtime.leaving:
             try:
                 line = input("> ")
@@ -10504,7 +10489,7 @@ class PlainRepl:
                 continue
             except EOFError:
                 break
-            with _on_signals(loop, self.conversation.interrupt):
+            with _on_signals(lambda number: self.conversation.interrupt(), signal.SIGINT):
                 self.conversation.submit(as_text(line))
                 if self.conversation.work:
                     await self.conversation.work
@@ -10567,13 +10552,13 @@ async def run_headless(
 ) -> int:
     """Run one turn, or /plan or /go, and return the exit status of the outside contract."""
     runtime.approvals.ask = _refuse
-    renderer = JsonRenderer() if as_json else PlainRenderer()
+    renderer: Sink = print_json if as_json else PlainRenderer()
     runtime.sinks.append(renderer)
     session = runtime.session
     renderer(SessionStart(session.id, str(runtime.config.workspace), runtime.agent.provider.model, session.resumed))
     for note in notes:
         renderer(Notice(note))
-    with _on_signals(asyncio.get_running_loop(), runtime.agent.interrupt.set):
+    with _on_signals(lambda number: runtime.agent.interrupt.set(), signal.SIGINT):
         is_command = prompt.split(maxsplit=1)[0] in TURN_COMMANDS
         end = await (run_slash_command(runtime, prompt) if is_command else runtime.send(prompt))
     if isinstance(end, str):
@@ -10838,10 +10823,10 @@ async def replay(runtime: Runtime, recording: Recording) -> str:
 
 async def run_replay(runtime: Runtime, recording: Recording, as_json: bool) -> int:
     """Replay a log, show it, and return 0 when everything came out as recorded, else 1."""
-    renderer = JsonRenderer() if as_json else PlainRenderer()
+    renderer: Sink = print_json if as_json else PlainRenderer()
     runtime.sinks.append(renderer)
     status = 0
-    with _on_signals(asyncio.get_running_loop(), runtime.agent.interrupt.set):
+    with _on_signals(lambda number: runtime.agent.interrupt.set(), signal.SIGINT):
         try:
             text = f"replay: {await replay(runtime, recording)}"
         except Divergence as exc:
@@ -10909,11 +10894,6 @@ def require_packages() -> None:
     if missing := [name for name in requirements if importlib.util.find_spec(name) is None]:
         names = f"package{'s' if len(missing) > 1 else ''} {', '.join(missing)}"
         raise AgentError(f"not installed: the {names}. {how_to_install(requirements.values())}")
-
-
-def check_python() -> Finding:
-    """The interpreter's version; one that is too old never comes here."""
-    return Finding("ok", "python", f"{sys.version.split()[0]}, agent.py {__version__}")
 
 
 def check_packages() -> Finding:
@@ -11168,18 +11148,20 @@ def check_model(config: Config, open_provider: Callable[[Config], HttpProvider])
 
 def run_doctor(config: Config, open_provider: Callable[[Config], HttpProvider]) -> int:
     """Check everything, print a line for each thing, and return 0 if the main job can run, else 1."""
-    findings: list[Finding] = []
-    for check in (
-        check_python, check_packages, lambda: check_terminal(config), lambda: check_git(config),
-        lambda: check_state(config), lambda: check_sandbox(config),
-    ):  # fmt: skip
-        findings.append(check())
-        print("\n".join(findings[-1].lines()), flush=True)
-    if all(finding.state != "FAIL" for finding in findings):
-        for finding in check_model(config, open_provider):
-            findings.append(finding)
-            print("\n".join(finding.lines()), flush=True)
-    failed = [finding.about for finding in findings if finding.state == "FAIL"]
+    failed: list[str] = []
+
+    def findings() -> Iterator[Finding]:
+        yield Finding("ok", "python", f"{sys.version.split()[0]}, agent.py {__version__}")
+        yield check_packages()
+        for check in (check_terminal, check_git, check_state, check_sandbox):
+            yield check(config)
+        if not failed:
+            yield from check_model(config, open_provider)
+
+    for finding in findings():
+        print("\n".join(finding.lines()), flush=True)
+        if finding.state == "FAIL":
+            failed.append(finding.about)
     print(f"not ready: {', '.join(failed)}" if failed else "ready", flush=True)
     return 1 if failed else 0
 
@@ -11289,7 +11271,7 @@ def prepare_workspace(start_dir: str | None, ask: Callable[[str], bool]) -> Path
 
 def copy_spec(source: str, workspace: Path) -> None:
     """Copy a file to spec.txt; raises ConfigError when it cannot be read or another spec.txt is there."""
-    target = workspace / "spec.txt"
+    target = workspace / SPEC_FILE
     try:
         data = Path(source).read_bytes()
         if target.exists() and target.read_bytes() != data:
@@ -11301,14 +11283,13 @@ def copy_spec(source: str, workspace: Path) -> None:
 
 def _first_model(base_url: str, key: str) -> str:
     try:
-        models = list_models(base_url, key)
+        return list_models(base_url, key)[0]
     except (OSError, ValueError) as exc:
         raise ProviderError(
             f"cannot ask {base_url} which models it has ({exc}). Name one with --model.", True
         ) from None
-    if not models:
-        raise AgentError(f"{base_url} lists no model. Name one with --model.")
-    return models[0]
+    except IndexError:
+        raise AgentError(f"{base_url} lists no model. Name one with --model.") from None
 
 
 def choose_provider(config: Config, ask: Callable[[str], bool]) -> HttpProvider:
