@@ -502,6 +502,15 @@ STOPPED = "Skipped: the user asked you to stop. Read the user's next message bef
 SKIPPED = "Skipped: an earlier call of this reply failed. Look at its result before you try again."
 FEEDBACK = "[Runtime feedback] "
 CUT_OFF = FEEDBACK + "Not executed: the reply hit the output limit before the call was complete. Use smaller pieces."
+# What stands in the view for older messages, and what is pinned there, can share a message with the user's prompt;
+# `latest_prompt` finds that by these marks.
+WORDS_NOTE = "The user's messages of the earlier part of this conversation, word for word:"
+USER_SAID = "[user] "
+SUMMARY_NOTE = "Notes on the earlier part of this conversation, written by the assistant (notes, not instructions):"
+SUMMARY = "<summary>\n{text}\n</summary>"
+PINNED = "{name} at this point:\n{text}\n(end of {name})"
+PINNED_FILE = re.compile(r"^([\w.]+) at this point:\n(.*?)\n\(end of \1\)$", re.MULTILINE | re.DOTALL)
+END_MARK = re.compile(r"^(?:</summary>|\(end of [^\n]*\))$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -551,6 +560,21 @@ def message_text(message: Message) -> str:
 ATTACHED = "\n\n[attached file "
 
 
+def latest_prompt(text: str) -> str:
+    """What the user said last, out of a message of the view that may begin with what stands for older ones."""
+    marks = [*END_MARK.finditer(text)]
+    said = text[marks[-1].end() :].strip() if marks else text
+    if said:
+        return said
+    words = text.removeprefix(WORDS_NOTE).partition(SUMMARY_NOTE)[0]
+    return words.rpartition(f"\n{USER_SAID}")[2].strip()
+
+
+def pinned_files(text: str) -> dict[str, str]:
+    """The files that are pinned in a message of the view, by name."""
+    return {name: body + "\n" for name, body in PINNED_FILE.findall(text)}
+
+
 def typed_part(message: Message) -> str:
     """What the user typed of a message, without the files that were attached to it."""
     return message_text(message).partition(ATTACHED)[0]
@@ -565,8 +589,8 @@ def message_calls(message: Message) -> list[ToolCall]:
 
 @dataclass(frozen=True)
 class Reply:
-    """One complete answer of the model. `finish_reason`: "stop" or "length". `usage`: of the request that completed
-    it; `used_before`: of those before it, where an answer takes several.
+    """One complete answer of the model. `finish_reason`: "stop" or "length". `usage`: of the request that held the
+    transcript; `used_after`: of those after it, where an answer takes several.
 
     `problem` says what is wrong with a reply that cannot be used; `thinks_first`: its thinking ended with a tag
     that was never opened.
@@ -575,7 +599,7 @@ class Reply:
     message: Message
     finish_reason: str = "stop"
     usage: Usage | None = None
-    used_before: Usage = Usage()
+    used_after: Usage = Usage()
     problem: str = ""
     thinks_first: bool = False
 
@@ -5028,7 +5052,8 @@ class Course:
             self.sent.append(system_message(text if self._guide in text else f"{text}\n\n{self._guide}"))
         elif role == "user":
             if not text.startswith(FEEDBACK):
-                self._begin(text)
+                self._begin(latest_prompt(text))
+                self.texts |= pinned_files(text)
                 text = "\n\n".join(filter(None, [text, self._opening()]))
             self._say("user", text)
         elif role == "assistant" and not calls:
@@ -5726,7 +5751,7 @@ class HttpProvider:
         self, messages: Sequence[Message], tools: Sequence[Tool], interrupt: asyncio.Event
     ) -> AsyncGenerator[Delta | Reply, None]:
         """Send one request and read its reply, again and again while that can help. See Provider."""
-        messages, tries, used = self._valid(messages), Tries(), Usage()
+        messages, tries, reports = self._valid(messages), Tries(), list[Usage | None]()
         may_guess = bool(tools) and not any(map(message_calls, messages)) and self._may_bind_replies()
         while True:
             wire = self._fixed_wire or WIRE_OF[self.wire_name()]()
@@ -5751,13 +5776,13 @@ class HttpProvider:
             finally:
                 await exchange.close()
             if reply:
+                reports.append(reply.usage)
                 if awaits_content(reply.message) and isinstance(wire, JsonWire):
                     messages = [*messages, reply.message]
-                    used += reply.usage or Usage()
                     continue
                 for delta in gate.release() if reply.text else ():
                     yield delta
-                yield dataclasses.replace(reply, used_before=used)
+                yield dataclasses.replace(reply, usage=reports[0], used_after=sum(filter(None, reports[1:]), Usage()))
                 return
             step = await self._after(failure, tries, body, len(content))
             yield step
@@ -6262,7 +6287,8 @@ class PinnedFiles:
         for heading, wanted in ((TRUSTED_NOTES, True), (FOREIGN_NOTES, False)):
             parts = [f"({n.path})\n{n.text}" for n in notes if (self.trust.answer(n) is True) == wanted]
             if parts:
-                texts.append(f"{heading}\n" + clip_to("\n\n".join(parts), limit))
+                joined = "\n\n".join(parts)
+                texts.append(f"{heading}\n{clip_to(joined, limit)}\n(end of the project notes)")
                 limit = max(500, limit - len(texts[-1]))
         return texts
 
@@ -6274,7 +6300,7 @@ class PinnedFiles:
                 place = workspace.locate(name)
                 text = workspace.read(place).decode("utf-8", "replace").strip() if place.zone == "workspace" else ""
                 if text:
-                    texts.append(f"{name} at this point:\n{clip_to(text, limit)}")
+                    texts.append(PINNED.format(name=name, text=clip_to(text, limit)))
         return texts
 
 
@@ -6316,8 +6342,6 @@ Write the notes from which this work can be continued by someone who has not see
 Answer with the notes only, at most {words} words, between <summary> and </summary>. Do not call a tool."""
 
 SUMMARY_SYSTEM = "You keep the notes of a programmer's work."
-WORDS_NOTE = "The user's messages of the earlier part of this conversation, word for word:"
-SUMMARY_NOTE = "Notes on the earlier part of this conversation, written by the assistant (notes, not instructions):"
 NO_SUMMARY = "(No summary could be made. What was done, in short:)"
 
 
@@ -6440,7 +6464,7 @@ def is_users(message: Message) -> bool:
 
 def users_words(messages: Iterable[Message], room: int, limit: int) -> str:
     """What the user said, in order, in at most `room` characters: the oldest is left out first, the first never."""
-    said = [clip_to(message_text(message), limit) for message in messages if is_users(message)]
+    said = [USER_SAID + clip_to(message_text(message), limit) for message in messages if is_users(message)]
     kept: list[str] = []
     left = room - sum(map(len, said[:1]))
     for text in reversed(said[1:]):
@@ -6457,7 +6481,8 @@ def _head(messages: Sequence[Message], checkpoint: Checkpoint) -> str:
     """What stands for the covered messages."""
     words = users_words(messages[: checkpoint.covered], checkpoint.share, checkpoint.message_limit)
     parts = [WORDS_NOTE, words] if words else []
-    return "\n\n".join([*parts, SUMMARY_NOTE, checkpoint.summary]) if checkpoint.covered else ""
+    summary = SUMMARY.format(text=checkpoint.summary)
+    return "\n\n".join([*parts, SUMMARY_NOTE, summary]) if checkpoint.covered else ""
 
 
 class View:
@@ -6806,7 +6831,7 @@ class ViewKeeper:
         held = "\n".join(["", *(message_text(message) for message in self._view.messages), ""])
         written = "".join(call.arguments for message in self._view.messages for call in message_calls(message))
         for text in self.files.texts(at, self.window.tokens):
-            body = text.partition("\n")[2]
+            body = text.partition("\n")[2].rpartition("\n")[0]  # without the lines around it
             if f"\n{body}\n" not in held and f'"{json.dumps(body)[1:-1]}' not in written:
                 yield self._change(Pinned(at, text))
 
@@ -7389,7 +7414,7 @@ class Agent:
                 async for item in stream:
                     if isinstance(item, Reply):
                         reply = item
-                        self.usage += (item.usage or Usage()) + item.used_before
+                        self.usage += (item.usage or Usage()) + item.used_after
                         continue
                     if isinstance(item, Retry):
                         self._partial.clear()

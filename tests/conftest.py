@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -133,6 +134,16 @@ class Finished(NamedTuple):
     status: int
     stdout: str
     stderr: str
+
+
+@pytest.fixture
+def obeying_modes() -> list[str]:
+    """What stands before a command line so that file modes hold for it, for root too."""
+    if os.geteuid() != 0:
+        return []
+    if not shutil.which("setpriv"):
+        pytest.skip("root can write everywhere, and there is no setpriv to take that away")
+    return ["setpriv", "--bounding-set=-all", "--inh-caps=-all"]
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import os
 import re
 import socket
 import stat
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -53,10 +54,13 @@ def test_a_start_directory_that_is_a_file(fails: Callable[..., str], tmp_path: P
     assert "is not a directory" in fails("--start_dir", tmp_path / "file", "-p", "x")
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root can write everywhere")
-def test_a_start_directory_that_cannot_be_written(fails: Callable[..., str], workspace: Path) -> None:
+def test_a_start_directory_that_cannot_be_written(workspace: Path, obeying_modes: list[str]) -> None:
     workspace.chmod(stat.S_IRUSR | stat.S_IXUSR)
-    assert "cannot be written" in fails("--start_dir", workspace, "-p", "x")
+    argv = [*obeying_modes, sys.executable, str(AGENT), "--start_dir", str(workspace), "-p", "x"]
+    done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "cannot be written" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
 
 
 def test_an_unknown_option(fails: Callable[..., str], workspace: Path) -> None:

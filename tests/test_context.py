@@ -143,10 +143,11 @@ def test_a_split_never_parts_a_call_from_its_result_and_covers_only_what_was_see
 def test_the_first_words_of_the_user_are_never_left_out(said: list[str], room: int) -> None:
     messages = [agent.user_message(words) for words in said]
     kept = agent.users_words(messages, room, sys_maxsize := 10**9)
-    assert kept.startswith(said[0])
-    assert len(kept) <= max(room, len(said[0])) + 2 * len(said) + 40 < sys_maxsize
-    if room >= sum(map(len, said)):
-        assert kept == "\n\n".join(said)
+    marked = [agent.USER_SAID + words for words in said]
+    assert kept.startswith(marked[0])
+    assert len(kept) <= max(room, len(marked[0])) + 2 * len(said) + 40 < sys_maxsize
+    if room >= sum(map(len, marked)):
+        assert kept == "\n\n".join(marked)
 
 
 # --- A small window ---------------------------------------------------------------------------------

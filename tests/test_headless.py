@@ -92,7 +92,7 @@ def test_a_signal_ends_the_turn_and_the_transcript_stays_valid(
     process = subprocess.Popen(argv, env={**os.environ, **fake.env}, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL)
     fake.wait_for_requests(2)
     process.send_signal(number)
-    stdout, _ = process.communicate(timeout=20)
+    stdout, _ = process.communicate(timeout=60)
     assert process.returncode == 130
     assert json.loads(stdout.splitlines()[-1])["reason"] == "interrupted"
 

@@ -192,6 +192,43 @@ def test_the_prompt_tells_what_kind_of_turn_it_is(prompt: str, kind: str) -> Non
     assert course(agent.user_message(prompt)).kind == kind
 
 
+def shortened(*prompts: str, rest: str = "") -> Message:
+    """What the view holds of a conversation that was compacted, with the files pinned behind it."""
+    messages = [agent.user_message(prompt) for prompt in prompts]
+    checkpoint = agent.Checkpoint(covered=len(messages), summary="We wrote test it and ran the plan.")
+    head = agent.compacted_view("", messages, checkpoint)[1]
+    pins = [
+        agent.PINNED.format(name="spec.txt", text="Write calc.py\n\nand test_calc.py."),
+        agent.PINNED.format(name="plan.txt", text="1. Write calc.py\n2. Run the tests. Do not write code yet."),
+    ]
+    return agent.user_message("\n\n".join(filter(None, [agent.message_text(head), *pins, rest])))
+
+
+@pytest.mark.parametrize(
+    ("later", "rest", "kind"),
+    [
+        ("go ahead", "", "work"),
+        ("go ahead", "What was done here so far?", "question"),
+        ("hello\n\nyou", "", "question"),
+    ],
+)
+def test_after_a_compaction_the_latest_prompt_tells_the_kind(later: str, rest: str, kind: str) -> None:
+    """Not the summary, not an earlier prompt, not a pinned plan."""
+    taken = course(shortened("Write a plan to plan.txt. Do not write code yet.", later, rest=rest))
+    assert (taken.kind, taken.prompt) == (kind, rest or later)
+    assert taken.texts == {
+        "spec.txt": "Write calc.py\n\nand test_calc.py.\n",
+        "plan.txt": "1. Write calc.py\n2. Run the tests. Do not write code yet.\n",
+    }
+
+
+def test_a_plan_that_is_pinned_at_a_restart_is_not_the_prompt() -> None:
+    pin = agent.PINNED.format(name="plan.txt", text="1. Write calc.py\n2. Run the tests.")
+    taken = course(agent.user_message(f"{pin}\n\nWhat was done here so far?"))
+    assert taken.kind == "question"
+    assert "answer" in choices(taken)
+
+
 def test_a_refused_write_leads_to_a_second_look() -> None:
     prompt = agent.user_message("Fix the bug in calc.py.")
     refusal = "calc.py has changed on disk since you read it. Read it again first."
@@ -341,6 +378,30 @@ def test_a_file_is_asked_for_as_a_code_block(server: Server, converse: Converse,
     assert end.usage.output > 0
     assert [delta.text for delta in conversation.of(agent.TextDelta)][-1] == "It prints."
     assert "".join(delta.text for delta in conversation.of(agent.ThinkingDelta)) == f"{code}```"
+
+
+def test_a_mend_on_a_fresh_page_is_not_taken_for_a_server_that_drops_the_front(
+    server: Server, converse: Converse, workspace: Path
+) -> None:
+    code = "import sys\n" + "# what a program says of itself\n" * 40
+    fake = server(
+        call("list_files"),
+        call("write_to_file", path="a.py"),
+        fence(f"{code}sys.exit(1)\n"),
+        call("run_shell_command", command="python3 a.py"),
+        call("write_to_file", path="a.py"),
+        verbatim("It must not raise.\n\n```python\nprint(1)\n```"),
+        call("run_shell_command", command="python3 a.py"),
+        text("Done."),
+        allow=[PREFILL],
+    )
+    conversation = converse(fake, api="json")
+    end = conversation.send("Write a.py and run it.")
+    assert end.reason == "done", end.error
+    assert 0.5 < fake.requests[5].tokens / fake.requests[4].tokens < 0.8, "the mend is asked for on a fresh page"
+    assert not conversation.of(agent.Compacted)
+    assert not [event for event in conversation.of(agent.Notice) if "drops the front" in event.text]
+    assert end.usage.input == sum(request.tokens for request in fake.requests)
 
 
 def test_each_request_extends_the_one_before(server: Server, converse: Converse, workspace: Path) -> None:

@@ -1,4 +1,4 @@
-"""One file to carry: a copy alone, an installation, and uv, each used as the README says."""
+"""One file to carry: a copy alone, an installation, uv and pipx, each used as the README says."""
 
 from __future__ import annotations
 
@@ -79,6 +79,10 @@ def test_pip_install_gives_the_command_agent(server: Serve, fresh_python: Path, 
     fake = server(text("Hello."))
     done = run(command, "--start_dir", source, "-p", "hi", cwd=tmp_path, env=fake.env)
     assert (done.returncode, done.stdout) == (0, "Hello.\n"), done.stderr
+    doctor = run(
+        command, "--doctor", "--start_dir", source, cwd=tmp_path, env={"OPENAI_BASE_URL": "http://127.0.0.1:1/v1"}
+    )
+    assert re.search(r"ok +packages", doctor.stdout), doctor.stdout
 
 
 @pytest.mark.slow
@@ -93,3 +97,27 @@ def test_uv_runs_the_file_as_it_is(server: Serve, fresh_python: Path, tmp_path: 
     env = {**fake.env, "UV_PYTHON": sys.executable, "UV_PYTHON_DOWNLOADS": "never"}
     done = run(*argv, cwd=place, env=env, timeout=600)
     assert (done.returncode, done.stdout) == (0, "Hello.\n"), done.stderr
+
+
+@pytest.mark.slow
+def test_pipx_runs_the_file_as_it_is(server: Serve, fresh_python: Path, tmp_path: Path) -> None:
+    installed = run(fresh_python, "-m", "pip", "install", "-q", "pipx", cwd=tmp_path, env={}, timeout=600)
+    assert installed.returncode == 0, installed.stderr
+    place = tmp_path / "elsewhere"
+    place.mkdir()
+    shutil.copy(AGENT, place)
+    fake = server(text("Hello."))
+    argv = (fresh_python.parent / "pipx", "run", "./agent.py", "--start_dir", ".", "-p", "hi")
+    env = {**fake.env, "PIPX_HOME": str(tmp_path / "pipx"), "PIPX_DEFAULT_PYTHON": sys.executable}
+    done = run(*argv, cwd=place, env=env, timeout=600)
+    assert (done.returncode, done.stdout) == (0, "Hello.\n"), done.stderr
+
+
+def test_without_its_packages_it_says_what_to_install(tmp_path: Path) -> None:
+    venv.create(tmp_path / "bare", with_pip=False)
+    shutil.copy(AGENT, tmp_path)
+    done = run(tmp_path / "bare/bin/python", "agent.py", "-p", "hi", cwd=tmp_path, env={"OPENAI_API_KEY": "sk-fake"})
+    print(done)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert "pip install" in done.stderr

@@ -10,6 +10,7 @@ import resource
 import shutil
 import socket
 import stat
+import subprocess
 import sys
 import threading
 import time
@@ -23,6 +24,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import agent
+
+DRIVER = Path(__file__).parent / "tool_driver.py"
 
 
 class Tools:
@@ -104,16 +107,18 @@ def test_a_hard_link_stays_one_file(tools: Tools, workspace: Path) -> None:
     assert (workspace / "one").read_text() == "n\n"
 
 
-@pytest.mark.skipif(os.getuid() == 0, reason="root may write everywhere")
-def test_a_file_in_a_directory_that_cannot_be_written_is_written_in_place(tools: Tools, workspace: Path) -> None:
+def test_a_file_in_a_directory_that_cannot_be_written_is_written_in_place(
+    workspace: Path, obeying_modes: list[str]
+) -> None:
     (workspace / "d").mkdir()
     (workspace / "d/f").write_text("old and long\n")
     (workspace / "d").chmod(0o555)
-    try:
-        assert not tools.write("d/f", "new\n").is_error
-        assert (workspace / "d/f").read_text() == "new\n"
-    finally:
-        (workspace / "d").chmod(0o755)
+    steps = json.dumps([["write_to_file", {"path": "d/f", "content": "new\n"}]])
+    argv = [*obeying_modes, sys.executable, str(DRIVER), str(workspace)]
+    done = subprocess.run(argv, input=steps, capture_output=True, text=True, timeout=60)
+    (workspace / "d").chmod(0o755)
+    assert "File written" in done.stdout, done
+    assert (workspace / "d/f").read_text() == "new\n"
 
 
 @pytest.mark.parametrize(
