@@ -9639,30 +9639,52 @@ class FileNames:
     def __init__(self, root: Path) -> None:
         self._root = root
         self._names: list[str] = []
+        self._joined = ""  # all names in lower case, one a line: a search in one string is ten times as quick
         self._read_at = -math.inf
 
     def matches(self, query: str, limit: int = 20) -> list[str]:
         """The names that contain the query, else those that contain its letters in order; the best first."""
         if time.monotonic() - self._read_at > self.FRESH_S:
-            self._names = list(itertools.islice(self._walk(), self.LIMIT))
+            self._names = list(self._walk())
+            self._joined = "\n".join(self._names).lower() + "\n"
             self._read_at = time.monotonic()
         query = query.lower()
-        found = [name for name in self._names if query in name.lower()]
-        if not found and len(query) < 20:
-            letters = re.compile(".*?".join(map(re.escape, query)), re.IGNORECASE)
-            found = [name for name in self._names if letters.search(name)]
-        best = found[:2000]
-        best.sort(key=lambda name: (query not in name.rsplit("/", 1)[-1].lower(), name.count("/"), len(name), name))
-        return best[:limit]
+        letters = "[^\n]*?".join(map(re.escape, query))
+        found = self._search(re.escape(query)) or (self._search(letters) if len(query) < 20 else [])
+        found.sort(key=lambda name: (query not in name.rsplit("/", 1)[-1].lower(), name.count("/"), len(name), name))
+        return found[:limit]
+
+    def _search(self, pattern: str, limit: int = 2000) -> list[str]:
+        names: list[str] = []
+        line, position = 0, 0
+        for found in re.finditer(pattern, self._joined):
+            if found.start() < position:
+                continue  # the same name again
+            line += self._joined.count("\n", position, found.start())
+            names.append(self._names[line])
+            position = self._joined.index("\n", found.start()) + 1
+            line += 1
+            if len(names) >= limit or line >= len(self._names):
+                break
+        return names
 
     def _walk(self) -> Iterator[str]:
-        """All names, those of directories with a slash at their end."""
-        for folder, folders, files in os.walk(self._root):
-            folders[:] = [name for name in folders if name not in self.SKIPPED]
-            inside = os.path.relpath(folder, self._root)
-            prefix = "" if inside == "." else f"{inside}/"
-            paths = (prefix + name for name in (*(f"{name}/" for name in folders), *files))
-            yield from (path for path in paths if "\n" not in path)
+        waiting, count = [""], 0
+        while waiting:
+            folder = waiting.pop()
+            try:
+                entries = list(os.scandir(self._root / folder))
+            except OSError:
+                continue
+            for entry in entries:
+                if "\n" in entry.name or entry.name in self.SKIPPED:
+                    continue
+                if entry.is_dir(follow_symlinks=False):
+                    waiting.append(f"{folder}{entry.name}/")
+                yield folder + entry.name + "/" * entry.is_dir(follow_symlinks=False)
+                count += 1
+                if count >= self.LIMIT:
+                    return
 
 
 _MENTION = re.compile(r'(?<!\S)@(?:"([^"\n]+)"|(\S+))')
