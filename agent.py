@@ -177,6 +177,7 @@ if TYPE_CHECKING:
     import openai
     from markdown_it import MarkdownIt
     from markdown_it.token import Token
+    from markdown_it.tree import SyntaxTreeNode
     from prompt_toolkit.application import Application
     from prompt_toolkit.buffer import Buffer
     from prompt_toolkit.completion import CompleteEvent, Completer, Completion
@@ -192,7 +193,6 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
     from rich.markdown import Markdown
     from rich.segment import Segment
-    from rich.style import Style
     from rich.text import Text
 
 __version__ = "0.1.0"
@@ -7025,14 +7025,10 @@ class PlanFile:
         """The steps whose boxes are empty; none where the plan has no boxes, for then it does not say what is done."""
         return tuple(str(step) for step in self.steps if step.has_box and not step.done)
 
-    def spec_changed(self) -> bool:
-        """Whether spec.txt is another one than the plan was made from."""
+    def spec_changed(self) -> str:
+        """The digest of spec.txt when it is another one than the plan was made from, else ""."""
         spec = self._read(SPEC_FILE)
-        return bool(self.steps and spec and digest(spec) != self._spec)
-
-    def spec_digest(self) -> str:
-        """Which spec.txt it is now."""
-        return digest(self._read(SPEC_FILE))
+        return digest(spec) if self.steps and spec and digest(spec) != self._spec else ""
 
     def text(self) -> str:
         """The progress in a few letters for a status line, "" without a plan."""
@@ -7054,9 +7050,8 @@ def is_plan_prompt(text: str) -> bool:
 
 def go_prompt(words: str, spec_changed: bool) -> str:
     """The prompt of a turn that carries the plan out; `words` may begin with "commit"."""
-    commits = re.match(r"commit\b\s*", words)
-    rest = words[commits.end() :] if commits else words
-    prompt = GO_PROMPT.format(commit=COMMIT if commits else LEAVE_COMMITS)
+    rest = re.sub(r"^commit\b\s*", "", words)
+    prompt = GO_PROMPT.format(commit=LEAVE_COMMITS if rest == words else COMMIT)
     if spec_changed:
         prompt += f"\n{SPEC_CHANGED}: read it first and bring the plan up to date."
     return f"{prompt}\n\n{rest}" if rest else prompt
@@ -7090,9 +7085,7 @@ REMIND_AT, STOP_AT = 3, 5  # identical calls with identical results in a row
 MAX_UNUSABLE_REPLIES = 2  # in one turn
 
 
-def unusable(detail: str) -> str:
-    """The words to the model about a reply that could not be used."""
-    return f"{FEEDBACK}Your reply could not be processed. No tool was executed for it. {detail}"
+UNUSABLE = "Your reply could not be processed. No tool was executed for it. {}"
 
 
 def without_times(result: str) -> str:
@@ -7100,15 +7093,11 @@ def without_times(result: str) -> str:
     return re.sub(r"\d+\.\d+ ?s\]", "", result)
 
 
-BeforeChange = Callable[[], Awaitable[None]]
-
-
-async def _nothing() -> None:
-    """What happens before a change where nothing has to."""
-
-
 class RequestDigest:
-    """`request_digest`, request after request: what the one before held already is not read again."""
+    """The same for two requests exactly when they offer the same tools and send the same messages.
+
+    What a request holds of the one before it is not read again.
+    """
 
     def __init__(self) -> None:
         self._known: list[Message] = []
@@ -7128,11 +7117,6 @@ class RequestDigest:
         return whole.hexdigest()[:32]
 
 
-def request_digest(messages: Sequence[Message], tools: Sequence[Tool]) -> str:
-    """The same for two requests exactly when they offer the same tools and send the same messages."""
-    return RequestDigest()(messages, tools)
-
-
 @dataclass(frozen=True)
 class Pending:
     """A line of the user that waits: for the end of the running tool calls (`steers`) or of the turn."""
@@ -7142,26 +7126,18 @@ class Pending:
 
 
 class Agent:
-    """One conversation: the transcript and the loop that grows it.
-
-    `before_change` is awaited before a call that may change something, after its approval.
-    """
+    """One conversation: the transcript and the loop that grows it."""
 
     def __init__(
-        self,
-        config: Config,
-        provider: Provider,
-        tools: Sequence[Tool],
-        context: ToolContext,
-        approve: Approve,
-        before_change: BeforeChange = _nothing,
+        self, config: Config, provider: Provider, tools: Sequence[Tool], context: ToolContext, approve: Approve
     ) -> None:
         self.config = config
         self.provider = provider
         self.tools = tools
         self.context = context
         self.approve = approve
-        self.before_change = before_change
+        self.before_change: Callable[[], Awaitable[None]] | None = None
+        """Awaited before a call that may change something, after its approval."""
         self.messages: list[Message] = []
         self.keeper = ViewKeeper(config, provider, tools, PinnedFiles(context), self._ask)
         self._calls = 0  # how many calls the transcript holds: the next one's number
@@ -7202,14 +7178,13 @@ class Agent:
 
     def drain_pending(self) -> list[str]:
         """Take back every line that was not delivered: steered lines, then follow-ups."""
-        waiting, self.pending = self.pending, []
-        return [line.text for line in sorted(waiting, key=lambda line: not line.steers)]
+        return list(iter(self.next_follow_up, None))
 
     def next_follow_up(self) -> str | None:
         """Take the line to handle after a turn; one that came too late to steer it goes first."""
-        line = min(self.pending, key=lambda line: not line.steers, default=None)
-        if line is None:
+        if not self.pending:
             return None
+        line = min(self.pending, key=lambda line: not line.steers)
         self.pending.remove(line)
         return line.text
 
@@ -7284,11 +7259,11 @@ class Agent:
 
     def _take_steers(self) -> list[Message]:
         """The steered lines as messages; what the model did so far is no repetition any more."""
-        lines = [line for line in self.pending if line.steers]
+        lines = [line.text for line in self.pending if line.steers]
+        self.pending = [line for line in self.pending if not line.steers]
         if lines:
-            self.pending = [line for line in self.pending if not line.steers]
             self._last_call = None
-        return [self.to_message(line.text) for line in lines]
+        return list(map(self.to_message, lines))
 
     def settle(self) -> Iterator[Event]:
         """Answer the calls that were left without a result: after an interrupt, an error, a killed process."""
@@ -7324,21 +7299,18 @@ class Agent:
                     if isinstance(item, Reply):
                         reply = item
                         self.usage += (item.usage or Usage()) + item.used_after
-                    elif purpose == "step" or isinstance(item, Retry | Adapted):
-                        yield self._streamed(item)
+                        continue
+                    if isinstance(item, Retry):
+                        self._partial.clear()
+                    elif isinstance(item, TextDelta) and purpose == "step":
+                        self._partial.append(item.text)
+                    if purpose == "step" or isinstance(item, Retry | Adapted):
+                        yield item
         except (ProviderError, Interrupted) as exc:
             status = {ContextOverflow: "overflow", Interrupted: "interrupted"}.get(type(exc), "failed")
             yield RequestEnd(purpose, status, str(exc) or None, time.monotonic() - started, None)
             raise
         yield RequestEnd(purpose, "completed", None, time.monotonic() - started, reply)
-
-    def _streamed(self, item: Delta) -> Delta:
-        """Keep what was streamed, in case the reply is never completed."""
-        if isinstance(item, TextDelta):
-            self._partial.append(item.text)
-        elif isinstance(item, Retry):
-            self._partial.clear()
-        return item
 
     def _received(self, item: Reply | None) -> Reply:
         """Take a complete reply: count its tokens and give its calls ids that are unique in the transcript.
@@ -7358,7 +7330,7 @@ class Agent:
         if reply.finish_reason == "length":
             skip = CUT_OFF
         elif reply.problem and reply.tool_calls:  # all or nothing: what was meant is not certain
-            skip = unusable(f"{reply.problem} {CALL_HINT}")
+            skip = FEEDBACK + UNUSABLE.format(f"{reply.problem} {CALL_HINT}")
             self._note_unusable()
         for call in reply.tool_calls:
             yield ToolStart(call)
@@ -7397,7 +7369,7 @@ class Agent:
             decision = await interruptible(self.approve(tool, preview, tuple(self.sources)), self.interrupt)
             if not decision.allowed:
                 return ToolResult(f"Denied: {decision.reason}.", is_error=True)
-            if tool.risk != "read" and not decision.read_only:
+            if self.before_change and tool.risk != "read" and not decision.read_only:
                 await self.before_change()
             if decision.command is not None:
                 arguments["command"] = decision.command
@@ -7432,8 +7404,8 @@ class Agent:
             return ""
         self._note_unusable()
         if reply.problem:
-            return unusable(f"{reply.problem}. {CALL_HINT}").removeprefix(FEEDBACK)
-        return CUT_OFF_TEXT if reply.finish_reason == "length" else unusable(EMPTY_REPLY).removeprefix(FEEDBACK)
+            return UNUSABLE.format(f"{reply.problem}. {CALL_HINT}")
+        return CUT_OFF_TEXT if reply.finish_reason == "length" else UNUSABLE.format(EMPTY_REPLY)
 
     def _note_unusable(self) -> None:
         """Count a reply that could not be used; raises NoProgress when there were too many."""
@@ -7491,6 +7463,10 @@ LOCK_PATIENCE_S = 0.5
 FIRST_BYTES = 65_536  # of a log, read to show what it is about
 
 Record = Mapping[str, Any]
+RECORDED_WHOLE: Mapping[type[Any], str] = {  # events whose fields are those of the record
+    RequestStart: "request", Retry: "retry", Adapted: "adapted", Compacted: "compacted", Elided: "elided",
+    Pinned: "pinned", PlanProgress: "plan", Evidence: "evidence",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -7550,11 +7526,8 @@ class Folded:
                 self._end_change(tree, kept)
             case {"type": "plan", "titles": str(titles), "spec": str(spec)}:
                 self.plan = (titles, spec)
-            case {
-                "type": "evidence",
-                "test": {"command": str(words), "status": int() | None as status, "tree": str(tree)},
-            }:
-                self.test = TestRun(words, status, tree)
+            case {"type": "evidence", "test": {"command": str(text), "status": int() | None as end, "tree": str(tree)}}:
+                self.test = TestRun(text, end, tree)
             case {"type": "message" | "compacted" | "elided" | "pinned" | "snapshot" | "changed" | "session"}:
                 self.dropped += 1
 
@@ -7611,14 +7584,8 @@ def fold(records: Iterable[Record]) -> Folded:
     match next(rest, {}):
         case {"type": "session", "version": int(version)} if version > LOG_VERSION:
             raise AgentError(f"a later version of this program wrote it (log version {version}, not {LOG_VERSION})")
-        case {
-            "type": "session",
-            "id": str(id),
-            "workspace": str(workspace),
-            "model": str(model),
-            "system": str(system),
-        }:
-            folded = Folded(id, workspace, model, system)
+        case {"type": "session", "id": str(id), "workspace": str(path), "model": str(model), "system": str(system)}:
+            folded = Folded(id, path, model, system)
         case _:
             raise AgentError("its first line is not the beginning of a session")
     for record in rest:
@@ -7631,12 +7598,6 @@ def event_to_record(event: Event) -> dict[str, Any] | None:
     match event:
         case MessageAdded(message):
             return {"type": "message", "message": message}
-        case RequestStart():
-            return {"type": "request", **dataclasses.asdict(event)}
-        case Retry():
-            return {"type": "retry", **dataclasses.asdict(event)}
-        case Adapted(what):
-            return {"type": "adapted", "what": what}
         case RequestEnd(purpose, status, error, elapsed_s, reply):
             record = {
                 "type": "reply", "purpose": purpose, "status": status, "error": error, "elapsed_s": round(elapsed_s, 3),
@@ -7648,17 +7609,13 @@ def event_to_record(event: Event) -> dict[str, Any] | None:
             if reply and (purpose == "summary" or not (reply.text.strip() or reply.tool_calls)):
                 record["message"] = reply.message
             return record
-        case Compacted() | Elided() | Pinned():
-            return {"type": type(event).__name__.lower(), **dataclasses.asdict(event)}
-        case PlanProgress():
-            return {"type": "plan", **dataclasses.asdict(event)}
-        case Evidence():
-            return {"type": "evidence", **dataclasses.asdict(event)}
         case TurnEnd(reason, error, usage, steps, elapsed_s):
             return {
                 "type": "turn_end", "reason": reason, "error": error, "usage": dataclasses.asdict(usage),
                 "steps": steps, "elapsed_s": round(elapsed_s, 2),
             }  # fmt: skip
+        case _ if type(event) in RECORDED_WHOLE:
+            return {"type": RECORDED_WHOLE[type(event)], **dataclasses.asdict(event)}
         case _:
             return None
 
@@ -7689,12 +7646,19 @@ def parse_log(data: bytes) -> Log:
     return Log(records, data[good:], damaged)
 
 
-def read_log(path: Path) -> Log:
-    """Read a log from disk; raises AgentError when that is not possible."""
+@contextlib.contextmanager
+def disk_errors_said() -> Iterator[None]:
+    """An OSError becomes an AgentError in the system's words."""
     try:
-        return parse_log(path.read_bytes())
+        yield
     except OSError as exc:
         raise AgentError(exc.strerror or str(exc)) from None
+
+
+def read_log(path: Path, size: int = -1) -> Log:
+    """Read a log, or so many bytes of it, from disk; raises AgentError when that is not possible."""
+    with disk_errors_said(), open(path, "rb") as file:
+        return parse_log(file.read(size))
 
 
 def write_all(file: int, data: bytes) -> None:
@@ -7710,30 +7674,6 @@ def write_all(file: int, data: bytes) -> None:
         raise
 
 
-class DiskSync:
-    """Has the disk take what was written to a file: at once, or in a thread while something else is waited for."""
-
-    def __init__(self, file: int) -> None:
-        self._file = file
-        self._thread = concurrent.futures.ThreadPoolExecutor(1)
-        self._begun: concurrent.futures.Future[None] | None = None
-
-    def begin(self) -> None:
-        """Begin to sync; raises the OSError of the time before, which is over then."""
-        self.wait()
-        self._begun = self._thread.submit(os.fdatasync, self._file)
-
-    def wait(self) -> None:
-        """Wait for what was begun; raises OSError when it failed."""
-        begun, self._begun = self._begun, None
-        if begun:
-            begun.result()
-
-    def close(self) -> None:
-        """Wait for what was begun; errors come too late."""
-        self._thread.shutdown()
-
-
 class Session:
     """One conversation on disk. `record` is a sink; it is the first of them, so that nothing runs ahead of it.
 
@@ -7747,7 +7687,8 @@ class Session:
         self.resumed = resumed
         self.notices: list[str] = []
         self._file = file
-        self._sync = DiskSync(file) if file is not None else None
+        self._thread = concurrent.futures.ThreadPoolExecutor(1)  # waits for the disk while something else happens
+        self._syncing: concurrent.futures.Future[None] | None = None
         self._unwritten: list[bytes] = []
         self._traced = 0
 
@@ -7764,7 +7705,7 @@ class Session:
     def append(self, record: Record) -> None:
         """Append one record. When the disk refuses it, it is kept in memory and tried again with the next one."""
         self.folded.apply(record)
-        if self._file is None or self._sync is None:
+        if self._file is None:
             return
         failing = bool(self._unwritten)
         self._unwritten.append(json.dumps({**record, "time": round(time.time(), 3)}).encode() + b"\n")
@@ -7772,9 +7713,10 @@ class Session:
             write_all(self._file, b"".join(self._unwritten))
             self._unwritten.clear()
             if record["type"] in ("request", *SYNCED_AT_ONCE):
-                self._sync.begin()
+                self._wait_for_disk()
+                self._syncing = self._thread.submit(os.fdatasync, self._file)
             if record["type"] in SYNCED_AT_ONCE:
-                self._sync.wait()
+                self._wait_for_disk()
         except OSError as exc:
             if not failing:
                 self.notices.append(
@@ -7784,6 +7726,12 @@ class Session:
             return
         if failing:
             self.notices.append("the session log can be written again; nothing is missing in it.")
+
+    def _wait_for_disk(self) -> None:
+        """Wait until the disk has what was last handed to it; raises OSError."""
+        syncing, self._syncing = self._syncing, None
+        if syncing:
+            syncing.result()
 
     def trace(self, kind: str, data: bytes) -> None:
         """Keep what was sent or received, byte for byte, in a file beside the log; up to TRACE_BYTES of it."""
@@ -7801,8 +7749,7 @@ class Session:
             return
         if self.path and not self.folded.messages and not self.resumed:
             self.path.unlink(missing_ok=True)
-        if self._sync:
-            self._sync.close()
+        self._thread.shutdown()
         os.close(self._file)
         self._file = None
 
@@ -7822,7 +7769,7 @@ def _opened(config: Config, model: str) -> dict[str, Any]:
 
 
 def _lock(file: int) -> None:
-    """Take an open log for this process; raises AgentError when another one has it.
+    """Take an open log for this process; raises AgentError, and closes it, when another one has it.
 
     It waits a moment: a process that was killed while it started a command leaves the lock for an instant.
     """
@@ -7833,6 +7780,7 @@ def _lock(file: int) -> None:
             return
         except BlockingIOError:
             if time.monotonic() > deadline:
+                os.close(file)
                 raise AgentError("another agent works in it right now") from None
             time.sleep(0.02)
         except OSError:
@@ -7892,20 +7840,11 @@ def list_sessions(config: Config) -> list[Path]:
 
 def _open_log(path: Path) -> tuple[int, bool]:
     """(file, whether it can be written) of a log that is locked now; raises AgentError."""
-    for flags in (os.O_RDWR | os.O_APPEND, os.O_RDONLY):
-        try:
-            file = os.open(path, flags)
-        except OSError as exc:
-            if exc.errno in (errno.EROFS, errno.EACCES) and flags != os.O_RDONLY:
-                continue
-            raise AgentError(exc.strerror or str(exc)) from None
-        try:
-            _lock(file)
-        except AgentError:
-            os.close(file)
-            raise
-        return file, flags != os.O_RDONLY
-    raise AssertionError("unreachable")
+    writable = os.access(path, os.W_OK)
+    with disk_errors_said():
+        file = os.open(path, os.O_RDWR | os.O_APPEND if writable else os.O_RDONLY)
+    _lock(file)
+    return file, writable
 
 
 def _mend_tail(path: Path, file: int, data: bytes, tail: bytes) -> None:
@@ -7925,17 +7864,14 @@ def resume_session(config: Config, model: str, path: Path) -> tuple[Session, lis
     """
     file, writable = _open_log(path)
     try:
-        with open(os.dup(file), "rb") as source:
-            data = source.read()
-        log = parse_log(data)
-        folded = fold(log.records)
-        if folded.workspace != str(config.workspace):
-            raise AgentError(f"it belongs to {folded.workspace}")
-        if writable:
-            _mend_tail(path, file, data, log.tail)
-    except OSError as exc:
-        os.close(file)
-        raise AgentError(exc.strerror or str(exc)) from None
+        with disk_errors_said():
+            data = path.read_bytes()
+            log = parse_log(data)
+            folded = fold(log.records)
+            if folded.workspace != str(config.workspace):
+                raise AgentError(f"it belongs to {folded.workspace}")
+            if writable:
+                _mend_tail(path, file, data, log.tail)
     except AgentError:
         os.close(file)
         raise
@@ -8009,53 +7945,39 @@ def open_session(config: Config, model: str, fresh: bool, id: str | None = None)
     Continues the newest session of the workspace, or the one named `id`, unless `fresh`. What cannot be
     continued is left as it is, said, and a new session is begun; a named one raises AgentError instead.
     """
-    if id:
-        path = find_session(config, id)
-        try:
-            return resume_session(config, model, path)
-        except AgentError as exc:
-            raise AgentError(f"cannot continue session {path.stem}: {exc}. --sessions lists the others.") from None
     notes: list[str] = []
-    for path in list_sessions(config)[: 0 if fresh else 1]:
+    for path in [find_session(config, id)] if id else list_sessions(config)[: 0 if fresh else 1]:
         try:
             return resume_session(config, model, path)
         except AgentError as exc:
-            notes.append(
-                f"cannot continue session {path.stem}: {exc}. It is left as it is ({path}); this is a new session."
-            )
+            problem = f"cannot continue session {path.stem}: {exc}."
+            if id:
+                raise AgentError(f"{problem} --sessions lists the others.") from None
+            notes.append(f"{problem} It is left as it is ({path}); this is a new session.")
     session = new_session(config, model, build_system_prompt(config))
     if session.path:
         notes += prune_sessions(config)
     return session, notes
 
 
-def first_prompt(path: Path) -> str:
-    """The prompt that a session began with, "" when there is none; raises AgentError when it cannot be read."""
-    try:
-        with open(path, "rb") as file:
-            log = parse_log(file.read(FIRST_BYTES))
-    except OSError as exc:
-        raise AgentError(exc.strerror or str(exc)) from None
-    return next((message_text(m) for m in fold(log.records).messages if m["role"] == "user"), "")
-
-
 def describe_sessions(config: Config, words: str = "") -> str:
-    """One line for each session of the workspace, or for each that holds the words: id, last use, size, prompt."""
+    """One line for each session of the workspace: id, last use, size, first prompt.
+
+    With `words` only for those that hold them, and from there on.
+    """
     lines = []
     for path in list_sessions(config):
-        status = path.stat()
-        changed = datetime.fromtimestamp(status.st_mtime).strftime("%Y-%m-%d %H:%M")
         try:
-            first = first_prompt(path) or "(empty)"
-            if words:
-                texts = [message_text(message) for message in fold(read_log(path).records).messages]
-                first = next((text[max(0, text.lower().find(words.lower()) - 20) :] for text in texts
-                              if words.lower() in text.lower()), "")  # fmt: skip
-                if not first:
-                    continue
+            messages = fold(read_log(path, -1 if words else FIRST_BYTES).records).messages
+            texts = [message_text(message) for message in messages if words or message["role"] == "user"]
+            found = next((text for text in texts if words.lower() in text.lower()), "")
+            shown = found[max(0, found.lower().find(words.lower()) - 20) :] or "(empty)"
         except AgentError as exc:
-            first = f"(cannot be read: {exc})"
-        lines.append(f"{path.stem}  {changed}  {status.st_size // 1000:6} kB  {one_line(first, 60)}")
+            found = shown = f"(cannot be read: {exc})"
+        if found or not words:
+            status = path.stat()
+            changed = f"{datetime.fromtimestamp(status.st_mtime):%Y-%m-%d %H:%M}"
+            lines.append(f"{path.stem}  {changed}  {status.st_size // 1000:6} kB  {one_line(shown, 60)}")
     return "\n".join(lines) or (f"no session holds {words!r}" if words else "no sessions in this directory yet")
 
 
@@ -8080,8 +8002,7 @@ def last_exchange(messages: Sequence[Message]) -> str:
 
 def _fenced(text: str) -> str:
     """The text as a code block of Markdown, whatever it holds."""
-    longest = max((len(run) for run in re.findall(r"`{3,}", text)), default=2)
-    fence = "`" * (longest + 1)
+    fence = max([*re.findall(r"`{3,}", text), "``"]) + "`"
     return f"{fence}\n{text.rstrip()}\n{fence}"
 
 
@@ -8115,10 +8036,6 @@ class Undo:
         self.session = session
         self.store = store
 
-    def take(self, stop: Callable[[], bool] = lambda: False) -> str:
-        """Save the workspace as it is; raises SnapshotError, Interrupted."""
-        return self.store.take(stop)
-
     def begin(self, why: str, tree: str) -> None:
         """Record that the workspace is about to be changed."""
         self.session.append({"type": "snapshot", "why": why, "tree": tree})
@@ -8141,13 +8058,13 @@ class Undo:
             why, change = direction, changes[-1]
         else:
             raise SnapshotError(f"there is nothing to {direction}")
-        live = self.take()
+        live = self.store.take()
         old = change.after or live
         for tree in (old, change.before):
             self.store.tree(tree)
         self.begin(why, live)
         restored = self.store.restore(live, old, change.before, force)
-        self.end(self.take(), len(restored.kept))
+        self.end(self.store.take(), len(restored.kept))
         return change, restored
 
     def diff(self, whole_session: bool, limit: int = 2_000) -> str:
@@ -8156,7 +8073,7 @@ class Undo:
         if not changes:
             return "nothing was changed"
         before = changes[0].before if whole_session else changes[-1].before
-        after = self.take() if whole_session else changes[-1].after or self.take()
+        after = ("" if whole_session else changes[-1].after) or self.store.take()
         lines: list[str] = []
         for path, was, now in self.store.differences(before, after):
             lines += self._diff_of(path, was, now)
@@ -8390,25 +8307,6 @@ class Painter:
         return self.glyphs("".join(shown))
 
 
-class _Block(NamedTuple):
-    kind: str
-    tokens: list[Token]
-    line: int  # where it begins in the parsed text
-
-
-def _blocks(tokens: Sequence[Token]) -> list[_Block]:
-    """The top-level blocks, or the items when `tokens` is the inside of a list."""
-    blocks, depth, start = [], 0, 0
-    for index, token in enumerate(tokens):
-        if depth == 0:
-            start = index
-        depth += token.nesting
-        if depth == 0:
-            first = tokens[start]
-            blocks.append(_Block(first.type, list(tokens[start : index + 1]), first.map[0] if first.map else 0))
-    return blocks
-
-
 @dataclass
 class _OpenCode:
     """A code block whose end has not come yet. Read by hand: the parser would scan all of it each time."""
@@ -8418,7 +8316,6 @@ class _OpenCode:
     language: str
     lines: list[str] = field(default_factory=list)
     shown: int = 0
-    begun: bool = False
 
     def is_end(self, line: str) -> bool:
         """Whether this line closes the block."""
@@ -8432,8 +8329,7 @@ class _OpenCode:
 
 
 _FENCE = re.compile(r"( {0,3})(`{3,}|~{3,})([^\n]*)\n?")
-_LISTS = ("bullet_list_open", "ordered_list_open")
-_ENDED_BY_BLANK = ("paragraph_open", "table_open", "blockquote_open")
+_FINAL_AT_ONCE, _ENDED_BY_BLANK = ("heading", "hr"), ("paragraph", "table", "blockquote")  # kinds of block
 
 
 class MarkdownStream:
@@ -8448,6 +8344,7 @@ class MarkdownStream:
         self._gap = False  # whether a blank line belongs before the next block
         self._list: tuple[str, int] | None = None  # kind and next number of a list whose first items are laid out
         self._code: _OpenCode | None = None
+        self._final: list[Line] = []  # laid out since the last `poll`
 
     def feed(self, text: str) -> None:
         """Take the next piece."""
@@ -8461,66 +8358,72 @@ class MarkdownStream:
         """The lines that became final since the last call; with `final` all that is left."""
         if final:
             self._text, self._rest = self._text + clean(self._rest), ""
-        lines: list[Line] = []
-        while self._take_code(lines, final) if self._code else self._take_blocks(lines, final):
+        while self._take_code(final) if self._code else self._take_blocks(final):
             pass
+        lines, self._final = self._final, []
         return lines
 
-    def _take_blocks(self, lines: list[Line], final: bool) -> bool:
+    def _take_blocks(self, final: bool) -> bool:
         """Lay out the finished blocks of the text. Returns whether there may be more."""
+        from markdown_it.tree import SyntaxTreeNode
+
         if not self._text.strip() or (len(self._text) == self._parsed and not final):
             return False
-        blocks = _blocks(_markdown_parser().parse(self._text, self._definitions))
+        blocks = SyntaxTreeNode(_markdown_parser().parse(self._text, self._definitions)).children
         self._parsed = len(self._text)
         if not blocks:
             return False
         *finished, last = blocks
         for block in finished:
-            self._put(block.kind, block.tokens, lines)
-        start = self._offset(last.line)
-        if last.kind == "fence" and (fence := _FENCE.match(self._text, start)):
+            self._put(block.to_tokens())
+        start = self._offset(last)
+        if last.type == "fence" and (fence := _FENCE.match(self._text, start)):
+            self._begin_block()
             self._drop(fence.end())
             self._code = _OpenCode(fence[2], len(fence[1]), (fence[3].split() or [""])[0])
             return True
-        if final or self._is_finished(last.kind):
-            self._put(last.kind, last.tokens, lines)
+        if (
+            final
+            or last.type in _FINAL_AT_ONCE
+            or (last.type in _ENDED_BY_BLANK and not self._text.rsplit("\n", 2)[-2].strip())
+        ):
+            self._put(last.to_tokens())
             start = len(self._text)
-        elif last.kind in _LISTS:
-            start = self._offset(self._put_items(last, lines))
+        elif last.type in ("bullet_list", "ordered_list") and len(last.children) > 1:
+            *items, unfinished = last.children
+            start = self._offset(unfinished)
+            last.children = items
+            self._put_items(last.to_tokens(), len(items))
         self._drop(start)
         self._parsed = len(self._text)
         return False
 
-    def _is_finished(self, kind: str) -> bool:
-        """Whether the last block cannot be changed by what follows."""
-        if kind in ("heading_open", "hr"):
-            return True
-        return kind in _ENDED_BY_BLANK and not self._text.rsplit("\n", 2)[-2].strip()
+    def _begin_block(self) -> None:
+        """What is laid out next is no part of what came before."""
+        if self._gap:
+            self._final.append([])
+        self._gap, self._list = True, None
 
-    def _put(self, kind: str, tokens: list[Token], lines: list[Line]) -> None:
-        """Lay a block out; one that goes on with a list gets its number and no blank line."""
-        if self._list and self._list[0] == kind:
-            tokens[0].attrs["start"] = self._list[1]
-        elif self._gap:
-            lines.append([])
+    def _goes_on(self, tokens: Sequence[Token]) -> bool:
+        """Whether the blocks begin with more items of a list; the list gets its next number then."""
+        if not (self._list and tokens and tokens[0].type == self._list[0]):
+            return False
+        tokens[0].attrs["start"] = self._list[1]
+        return True
+
+    def _put(self, tokens: list[Token]) -> None:
+        """Lay a block out; one that goes on with a list gets no blank line."""
+        if not self._goes_on(tokens):
+            self._begin_block()
         self._list = None
-        lines += self._painter.markdown(tokens)
-        self._gap = True
+        self._final += self._painter.markdown(tokens)
 
-    def _put_items(self, block: _Block, lines: list[Line]) -> int:
-        """Lay out all items of a list but the last. Returns the line where the last one begins."""
-        *items, last = _blocks(block.tokens[1:-1])
-        if not items:
-            return block.line
-        first = int(block.tokens[0].attrs.get("start") or 1)
-        if self._list and self._list[0] == block.kind:
-            first = self._list[1]
-        inside = [token for item in items for token in item.tokens]
-        self._put(block.kind, [block.tokens[0], *inside, block.tokens[-1]], lines)
-        self._list = (block.kind, first + len(items))
-        return last.line
+    def _put_items(self, tokens: list[Token], count: int) -> None:
+        """Lay out a list of so many items that is not at its end."""
+        self._put(tokens)
+        self._list = (tokens[0].type, int(tokens[0].attrs.get("start") or 1) + count)
 
-    def _take_code(self, lines: list[Line], final: bool) -> bool:
+    def _take_code(self, final: bool) -> bool:
         """Read the lines of an open code block and lay out a batch. Returns whether it was closed."""
         assert self._code
         code, closed, start = self._code, False, 0
@@ -8535,31 +8438,26 @@ class MarkdownStream:
         if closed or final:
             while code.lines[code.shown :] and not code.lines[-1].strip():
                 code.lines.pop()
-            self._put_code(code, len(code.lines), lines)
+            self._put_code(code, len(code.lines))
             self._code = None
         elif len(code.lines) - code.shown >= CODE_BATCH:
             upto = len(code.lines) - CODE_HELD_BACK
             while not code.lines[upto - 1].strip() and upto > code.shown:
                 upto -= 1
-            self._put_code(code, upto, lines)
+            self._put_code(code, upto)
         return closed
 
-    def _put_code(self, code: _OpenCode, upto: int, lines: list[Line]) -> None:
+    def _put_code(self, code: _OpenCode, upto: int) -> None:
         """Lay out the lines up to there, in the colours that the lines before them call for."""
-        if not code.begun and self._gap:
-            lines.append([])
-        code.begun, self._gap, self._list = True, True, None
         if upto > code.shown:
             start = max(0, code.shown - CODE_CONTEXT)
-            lines += self._painter.code("\n".join(code.lines[start:upto]), code.language, code.shown - start)
+            self._final += self._painter.code("\n".join(code.lines[start:upto]), code.language, code.shown - start)
         code.shown = upto
 
-    def _offset(self, line: int) -> int:
-        """Where a line of the text begins."""
-        start = 0
-        for _ in range(line):
-            start = self._text.index("\n", start) + 1
-        return start
+    def _offset(self, block: SyntaxTreeNode) -> int:
+        """Where a block begins in the text."""
+        line = block.map[0] if block.map else 0
+        return sum(len(before) + 1 for before in self._text.split("\n", line)[:line])
 
     def _drop(self, count: int) -> None:
         self._text, self._parsed = self._text[count:], 0
@@ -8579,9 +8477,7 @@ class MarkdownStream:
         if not text.strip():
             return []
         tokens = _markdown_parser().parse(text, dict(self._definitions))
-        goes_on = bool(self._list and tokens and tokens[0].type == self._list[0])
-        if goes_on and self._list:
-            tokens[0].attrs["start"] = self._list[1]
+        goes_on = self._goes_on(tokens)
         lines = self._painter.markdown(tokens)
         return ([[], *lines] if self._gap and not goes_on else lines)[-rows:]
 
@@ -8604,6 +8500,22 @@ def describe_usage(usage: Usage) -> str:
         return ""
     cached = f" ({short(usage.cached)} cached)" if usage.cached else ""
     return f"{short(usage.input)} in{cached}, {short(usage.output)} out"
+
+
+def describe_event(event: Event) -> str:
+    """What happened beside the conversation, in words; "" for the events that are shown otherwise."""
+    match event:
+        case Retry(attempt, delay_s, reason):
+            return f"{reason}: trying again in {delay_s:.0f} s (attempt {attempt})"
+        case Adapted(text) | Notice(text):
+            return text
+        case Elided(_, _, before, after):
+            return f"old tool results left out: about {before} tokens before, {after} now"
+        case Compacted(_, _, before, after, _):
+            return f"compacted: about {before} tokens before, {after} now"
+        case Evidence():
+            return "\n".join(f"[{line}]" for line in event.lines())
+    return ""
 
 
 def diff_lines(text: str, path: str, painter: Painter) -> list[Line]:
@@ -8670,7 +8582,10 @@ class TerminalRenderer:
                 self._streamed += len(text)
                 self._answer.feed(text)
             case ThinkingDelta(text):
-                self._think(text)
+                if not self._thoughts:
+                    self._thinking_since = time.monotonic()
+                self.activity = "thinking"
+                self._thoughts.append(text)
             case MessageAdded(message):
                 self._message(message)
             case ToolStart(call):
@@ -8681,22 +8596,18 @@ class TerminalRenderer:
             case ToolEnd(call, result):
                 self._call, self.activity = None, "waiting for the model"
                 self._result(call, result)
-            case Retry(attempt, delay_s, reason):
+            case Retry():
                 self._reset()
                 self.activity = "waiting to try again"
-                self.note(f"{reason}: trying again in {delay_s:.0f} s (attempt {attempt})", "notice")
-            case Adapted(what):
-                self.note(what, "dim")
-            case Elided(_, _, before, after):
-                self.note(f"old tool results left out: about {before} tokens before, {after} now", "dim")
-            case Compacted(_, _, before, after, _):
-                self.note(f"compacted: about {before} tokens before, {after} now", "dim")
-            case Notice(text):
-                self.note(text, "notice")
+                self.note(describe_event(event), "notice")
+            case Notice():
+                self.note(describe_event(event), "notice")
+            case Adapted() | Elided() | Compacted():
+                self.note(describe_event(event), "dim")
             case Evidence():
                 self.flush()
-                for line in event.lines():
-                    self.note(f"[{line}]", "dim")
+                if event.lines():
+                    self.note(describe_event(event), "dim")
             case TurnEnd():
                 self.flush()
                 self._end(event)
@@ -8705,19 +8616,15 @@ class TerminalRenderer:
         """A turn is about to start."""
         self.activity, self.last_event = "waiting for the model", time.monotonic()
 
-    def poll(self) -> bool:
-        """Print the finished blocks of the answer. Returns whether there were any."""
-        lines = self._answer.poll()
-        if lines:
+    def poll(self, final: bool = False) -> None:
+        """Print the finished blocks of the answer; with `final` all of it."""
+        if lines := self._answer.poll(final):
             self._print("answer", self.painter.ansi(lines))
-        return bool(lines)
 
     def flush(self) -> None:
         """Print all of the answer and fold the thoughts: no more of them comes."""
         self._fold_thoughts()
-        lines = self._answer.poll(final=True)
-        if lines:
-            self._print("answer", self.painter.ansi(lines))
+        self.poll(final=True)
         if self._streamed:
             self._last_kind = "end of answer"
         self._reset()
@@ -8799,12 +8706,6 @@ class TerminalRenderer:
         elif message["role"] == "user":
             self.flush()
             self.prompt(typed_part(message))
-
-    def _think(self, text: str) -> None:
-        if not self._thoughts:
-            self._thinking_since = time.monotonic()
-        self.activity = "thinking"
-        self._thoughts.append(text)
 
     def _fold_thoughts(self) -> None:
         if not self._thoughts:
@@ -8896,14 +8797,10 @@ class TerminalRenderer:
         return [[Segment(indent + line, Style(dim=True))] for line in wrapped[-rows:]]
 
 
-class JsonRenderer:
-    """Prints each event as one JSON line."""
-
-    def __call__(self, event: Event) -> None:
-        """Print one event."""
-        line = event_to_json(event)
-        if line is not None:
-            print(json.dumps(line), flush=True)
+def print_json(event: Event) -> None:
+    """Print an event as one JSON line."""
+    if line := event_to_json(event):
+        print(json.dumps(line), flush=True)
 
 
 class PlainRenderer:
@@ -8918,25 +8815,15 @@ class PlainRenderer:
                     print(text, file=sys.stderr if message_calls(message) else sys.stdout, flush=True)
             case SessionStart(id, workspace, _, resumed):
                 self._say(f"{'continuing' if resumed else 'new'} session {id} in {workspace}")
-            case Retry(attempt, delay_s, reason):
-                self._say(f"{reason}: trying again in {delay_s:.0f} s (attempt {attempt})")
-            case Adapted(what) | Notice(what):
-                self._say(what)
-            case Evidence():
-                for line in event.lines():
-                    self._say(f"[{line}]")
             case ToolStart(call):
                 self._say(f"> {one_line(call.name)} {describe_call(call)[1]}")
             case ToolEnd(_, result):
                 lines = clean(result.content).strip().splitlines() or [""]
                 self._say(f"  {one_line(lines[-1])}")
-            case Elided(_, _, before, after):
-                self._say(f"old tool results left out: about {before} tokens before, {after} now")
-            case Compacted(_, _, before, after, _):
-                self._say(f"compacted: about {before} tokens before, {after} now")
-            case TurnEnd(reason, error):
-                if reason != "done":
-                    self._say(f"{reason}: {error}" if error else reason)
+            case TurnEnd(reason, error) if reason != "done":
+                self._say(f"{reason}: {error}" if error else reason)
+            case _ if text := describe_event(event):
+                self._say(text)
 
     def _say(self, text: str) -> None:
         print(clean(text), file=sys.stderr, flush=True)
@@ -9010,23 +8897,27 @@ class Runtime:
         """Say how far the plan is when that has changed, and once that spec.txt is another one since."""
         if progress := self.plan.look(in_turn):
             self.emit(progress)
-        if not in_turn and self.plan.spec_changed() and self._said_of != (spec := self.plan.spec_digest()):
+        if not in_turn and (spec := self.plan.spec_changed()) and spec != self._said_of:
             self._said_of = spec
             self.emit(Notice(f"{SPEC_CHANGED}; /plan brings it up to date"))
 
     async def _observe(self, result: ToolResult) -> None:
         """Take a tool's result into the record of what was done."""
         if test := self.ledger.note(result):
-            with contextlib.suppress(SnapshotError):  # then what is changed after it cannot be told, and that is said
-                self.ledger.test = dataclasses.replace(test, tree=await asyncio.to_thread(self.undo.take))
+            self.ledger.test = dataclasses.replace(test, tree=await self._snapshot())
         self._look_at_plan(in_turn=True)
+
+    async def _snapshot(self) -> str:
+        """The workspace as it is; "" when it cannot be saved: then what changes later cannot be told, which is said."""
+        with contextlib.suppress(SnapshotError):
+            return await asyncio.to_thread(self.undo.store.take)
+        return ""
 
     async def _gather_evidence(self) -> Evidence:
         """What this turn did, and what the last test run is worth now."""
         store, now = self.undo.store, self._after
         if self.ledger.test and not now:
-            with contextlib.suppress(SnapshotError):
-                now = await asyncio.to_thread(self.undo.take)
+            now = await self._snapshot()
         files = () if not self._changing else store.changed_files(self._before, now) if self._before and now else None
         since = self.ledger.changed_since(store, now)
         last = self.agent.messages[-1]
@@ -9038,7 +8929,7 @@ class Runtime:
         """Save the workspace before the first change of a turn; when that fails the turn goes on, and it is said."""
         if self._changing:
             return
-        taking = asyncio.ensure_future(asyncio.to_thread(self.undo.take, self.agent.interrupt.is_set))
+        taking = asyncio.ensure_future(asyncio.to_thread(self.undo.store.take, self.agent.interrupt.is_set))
         await asyncio.wait({taking}, timeout=SNAPSHOT_PATIENCE_S)
         if not taking.done():
             self.emit(Notice("saving the workspace first, so that /undo can take this turn back ..."))
@@ -9053,10 +8944,9 @@ class Runtime:
 
     async def _after_change(self) -> None:
         """Save what the turn left, so that a later undo knows what was changed since."""
-        if self._changing and self.session.folded.changing:
-            with contextlib.suppress(SnapshotError):  # then what was changed since cannot be told, and undo says so
-                self._after = await asyncio.to_thread(self.undo.take)
-                self.undo.end(self._after)
+        if self._changing and self.session.folded.changing and (tree := await self._snapshot()):
+            self._after = tree
+            self.undo.end(tree)
 
     async def close(self) -> None:
         """End what runs in the background and let the session go."""
@@ -9115,7 +9005,7 @@ async def go_command(runtime: Runtime, rest: str) -> str | TurnEnd:
         return f"there is no {PLAN_FILE} with numbered steps: /plan has it written"
     if all(step.done for step in runtime.plan.steps):
         return f"all {len(runtime.plan.steps)} steps of {PLAN_FILE} are done: change it, or /plan makes a new one"
-    return await runtime.send(go_prompt(rest, runtime.plan.spec_changed()))
+    return await runtime.send(go_prompt(rest, bool(runtime.plan.spec_changed())))
 
 
 @command
@@ -9623,24 +9513,6 @@ class Screen:
         return rows
 
 
-ANSI_NAMES = (
-    "ansiblack", "ansired", "ansigreen", "ansiyellow", "ansiblue", "ansimagenta", "ansicyan", "ansigray",
-    "ansibrightblack", "ansibrightred", "ansibrightgreen", "ansibrightyellow", "ansibrightblue", "ansibrightmagenta",
-    "ansibrightcyan", "ansiwhite",
-)  # fmt: skip
-
-
-@functools.cache
-def fragment_style(style: Style | None) -> str:
-    """A style of rich in the words of prompt_toolkit."""
-    if style is None:
-        return ""
-    words = [name for name in ("bold", "italic", "underline", "strike", "dim", "reverse") if getattr(style, name)]
-    if style.color and style.color.number is not None and style.color.number < 16:
-        words.append(ANSI_NAMES[style.color.number])
-    return " ".join(words)
-
-
 class FileNames:
     """The files below a directory, for completion: read in a thread, kept for a few seconds."""
 
@@ -9651,7 +9523,7 @@ class FileNames:
     def __init__(self, root: Path) -> None:
         self._root = root
         self._names: list[str] = []
-        self._joined = ""  # all names in lower case, one a line: a search in one string is quick
+        self._joined = ""  # all names in lower case, one a line: a search in one string is ten times as quick
         self._read_at = -math.inf
 
     def matches(self, query: str, limit: int = 20) -> list[str]:
@@ -9812,11 +9684,11 @@ RAN = "I ran this command myself:\n$ {command}\n{output}"
 
 
 @contextlib.contextmanager
-def _on_signals(loop: asyncio.AbstractEventLoop, action: Callable[[], None]) -> Iterator[None]:
-    """Call action on Ctrl-C, on a request to end and on hang-up, instead of dying in the middle of a step."""
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+def _on_signals(action: Callable[[int], object], *others: int) -> Iterator[None]:
+    """Call action on a request to end, on hang-up and on the others, instead of dying in the middle of a step."""
+    loop, numbers = asyncio.get_running_loop(), (signal.SIGTERM, signal.SIGHUP, *others)
     for number in numbers:
-        loop.add_signal_handler(number, action)
+        loop.add_signal_handler(number, action, number)
     try:
         yield
     finally:
@@ -10160,7 +10032,8 @@ class Repl:
         history.touch(mode=0o600)
         self.editor = Editor(history, completer(COMMANDS, FileNames(config.workspace)))
         output = output or Vt100_Output.from_pty(buffered_output(), term=config.term)
-        self.screen = Screen(self._application(terminal_input or create_input(), output), self._frame, self._is_busy)
+        app = self._application(terminal_input or create_input(), output)
+        self.screen = Screen(app, self._frame, lambda: self.conversation.working)
         self._status = 0
         self._started_at = 0.0
         self._ctrl_c_at = self._ctrl_d_at = -math.inf
@@ -10189,19 +10062,17 @@ class Repl:
         if runtime.session.resumed:
             self.renderer.note(last_exchange(runtime.agent.messages), "dim")
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            loop.add_signal_handler(number, self._leave, 128 + number)
         stray = StrayOutput(lambda text: loop.call_soon_threadsafe(screen.commit, text))
-        terminal = sys.stdout
         try:
-            with _terminal_kept(terminal), contextlib.redirect_stdout(stray), contextlib.redirect_stderr(stray):
+            with (
+                _on_signals(lambda number: self._leave(128 + number)), _terminal_kept(sys.stdout),
+                contextlib.redirect_stdout(stray), contextlib.redirect_stderr(stray),
+            ):  # fmt: skip
                 screen.app.after_render += self._after_first_frame
                 self._status = await screen.run() or self._status
         except EOFError:  # the terminal is gone
             self._status = 128 + signal.SIGHUP
         finally:
-            for number in (signal.SIGTERM, signal.SIGHUP):
-                loop.remove_signal_handler(number)
             await self._finish_work()
         with contextlib.suppress(OSError):
             print(f"Continue with: {command_to_return(runtime.config)}")
@@ -10268,15 +10139,13 @@ class Repl:
 
     def _tail(self) -> StyleAndTextTuples:
         """The preview of what is not final: never so high that the input line has no room."""
+        from prompt_toolkit.formatted_text import ANSI, to_formatted_text
+
         if self.screen.settling or self.asking or not self.conversation.working:
             return []
         others = self.editor.buffer.document.line_count + len(self.runtime.agent.pending) + 4 + 2 * bool(self.asking)
         lines = self.renderer.tail(min(TAIL_ROWS, self.screen.rows - min(others, self.screen.rows // 2 + 2)))
-        fragments: StyleAndTextTuples = []
-        for line in lines:
-            fragments += [(fragment_style(style), self.painter.glyphs(text)) for text, style, _ in line]
-            fragments.append(("", "\n"))
-        return fragments[:-1]
+        return to_formatted_text(ANSI(self.painter.ansi(lines).removesuffix("\n")))
 
     def _status_line(self) -> StyleAndTextTuples:
         if not self.conversation.working or self.asking:
@@ -10331,9 +10200,6 @@ class Repl:
 
     def _fit_painter(self) -> None:
         self.painter.width = max(8, self.screen.columns - 1)
-
-    def _is_busy(self) -> bool:
-        return self.conversation.working
 
     def _after_first_frame(self, app: Application[int]) -> None:
         app.after_render -= self._after_first_frame
@@ -10519,16 +10385,15 @@ class Repl:
         self.screen.touch()
 
     def _on_answer_first(self, event: KeyPressEvent) -> None:
-        assert self.asking
-        self.asking.put_draft_away()
-        self.screen.touch()
-
-    def _may_answer(self, key: str) -> bool:
-        return self.asking is not None and self.asking.armed and key in self.asking.choices
+        if self.asking:
+            self.asking.put_draft_away()
 
     def _on_answer(self, event: KeyPressEvent) -> None:
         if self.asking:
             self.asking.press(event.data)
+
+    def _may_answer(self, key: str) -> bool:
+        return self.asking is not None and self.asking.armed and key in self.asking.choices
 
 
 class PlainRepl:
@@ -10547,7 +10412,6 @@ class PlainRepl:
             print(clean(note))
         if runtime.session.resumed:
             print(clean(last_exchange(runtime.agent.messages)))
-        loop = asyncio.get_running_loop()
         while not runtime.leaving:
             try:
                 line = input("> ")
@@ -10556,7 +10420,7 @@ class PlainRepl:
                 continue
             except EOFError:
                 break
-            with _on_signals(loop, self.conversation.interrupt):
+            with _on_signals(lambda number: self.conversation.interrupt(), signal.SIGINT):
                 self.conversation.submit(as_text(line))
                 if self.conversation.work:
                     await self.conversation.work
@@ -10619,13 +10483,13 @@ async def run_headless(
 ) -> int:
     """Run one turn, or /plan or /go, and return the exit status of the outside contract."""
     runtime.approvals.ask = _refuse
-    renderer = JsonRenderer() if as_json else PlainRenderer()
+    renderer: Sink = print_json if as_json else PlainRenderer()
     runtime.sinks.append(renderer)
     session = runtime.session
     renderer(SessionStart(session.id, str(runtime.config.workspace), runtime.agent.provider.model, session.resumed))
     for note in notes:
         renderer(Notice(note))
-    with _on_signals(asyncio.get_running_loop(), runtime.agent.interrupt.set):
+    with _on_signals(lambda number: runtime.agent.interrupt.set(), signal.SIGINT):
         is_command = prompt.split(maxsplit=1)[0] in TURN_COMMANDS
         end = await (run_slash_command(runtime, prompt) if is_command else runtime.send(prompt))
     if isinstance(end, str):
@@ -10790,7 +10654,7 @@ class RecordedProvider:
             raise Interrupted
         recorded = self.replies.pop(0)
         self.requests += 1
-        if request_digest(messages, tools) != recorded.digest:
+        if RequestDigest()(messages, tools) != recorded.digest:
             raise Divergence(f"request {self.requests} differs from the recorded one")
         for start in range(0, len(recorded.reply.text), PIECE):
             yield TextDelta(recorded.reply.text[start : start + PIECE])
@@ -10890,10 +10754,10 @@ async def replay(runtime: Runtime, recording: Recording) -> str:
 
 async def run_replay(runtime: Runtime, recording: Recording, as_json: bool) -> int:
     """Replay a log, show it, and return 0 when everything came out as recorded, else 1."""
-    renderer = JsonRenderer() if as_json else PlainRenderer()
+    renderer: Sink = print_json if as_json else PlainRenderer()
     runtime.sinks.append(renderer)
     status = 0
-    with _on_signals(asyncio.get_running_loop(), runtime.agent.interrupt.set):
+    with _on_signals(lambda number: runtime.agent.interrupt.set(), signal.SIGINT):
         try:
             text = f"replay: {await replay(runtime, recording)}"
         except Divergence as exc:
@@ -10961,11 +10825,6 @@ def require_packages() -> None:
     if missing := [name for name in requirements if importlib.util.find_spec(name) is None]:
         names = f"package{'s' if len(missing) > 1 else ''} {', '.join(missing)}"
         raise AgentError(f"not installed: the {names}. {how_to_install(requirements.values())}")
-
-
-def check_python() -> Finding:
-    """The interpreter's version; one that is too old never comes here."""
-    return Finding("ok", "python", f"{sys.version.split()[0]}, agent.py {__version__}")
 
 
 def check_packages() -> Finding:
@@ -11220,18 +11079,20 @@ def check_model(config: Config, open_provider: Callable[[Config], HttpProvider])
 
 def run_doctor(config: Config, open_provider: Callable[[Config], HttpProvider]) -> int:
     """Check everything, print a line for each thing, and return 0 if the main job can run, else 1."""
-    findings: list[Finding] = []
-    for check in (
-        check_python, check_packages, lambda: check_terminal(config), lambda: check_git(config),
-        lambda: check_state(config), lambda: check_sandbox(config),
-    ):  # fmt: skip
-        findings.append(check())
-        print("\n".join(findings[-1].lines()), flush=True)
-    if all(finding.state != "FAIL" for finding in findings):
-        for finding in check_model(config, open_provider):
-            findings.append(finding)
-            print("\n".join(finding.lines()), flush=True)
-    failed = [finding.about for finding in findings if finding.state == "FAIL"]
+    failed: list[str] = []
+
+    def findings() -> Iterator[Finding]:
+        yield Finding("ok", "python", f"{sys.version.split()[0]}, agent.py {__version__}")
+        yield check_packages()
+        for check in (check_terminal, check_git, check_state, check_sandbox):
+            yield check(config)
+        if not failed:
+            yield from check_model(config, open_provider)
+
+    for finding in findings():
+        print("\n".join(finding.lines()), flush=True)
+        if finding.state == "FAIL":
+            failed.append(finding.about)
     print(f"not ready: {', '.join(failed)}" if failed else "ready", flush=True)
     return 1 if failed else 0
 
@@ -11341,7 +11202,7 @@ def prepare_workspace(start_dir: str | None, ask: Callable[[str], bool]) -> Path
 
 def copy_spec(source: str, workspace: Path) -> None:
     """Copy a file to spec.txt; raises ConfigError when it cannot be read or another spec.txt is there."""
-    target = workspace / "spec.txt"
+    target = workspace / SPEC_FILE
     try:
         data = Path(source).read_bytes()
         if target.exists() and target.read_bytes() != data:
@@ -11353,14 +11214,13 @@ def copy_spec(source: str, workspace: Path) -> None:
 
 def _first_model(base_url: str, key: str) -> str:
     try:
-        models = list_models(base_url, key)
+        return list_models(base_url, key)[0]
     except (OSError, ValueError) as exc:
         raise ProviderError(
             f"cannot ask {base_url} which models it has ({exc}). Name one with --model.", True
         ) from None
-    if not models:
-        raise AgentError(f"{base_url} lists no model. Name one with --model.")
-    return models[0]
+    except IndexError:
+        raise AgentError(f"{base_url} lists no model. Name one with --model.") from None
 
 
 def choose_provider(config: Config, ask: Callable[[str], bool]) -> HttpProvider:

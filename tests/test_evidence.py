@@ -222,7 +222,7 @@ def test_without_snapshots_nothing_is_promised(
     def fail(stop: object = None) -> str:
         raise agent.SnapshotError("the disk is full")
 
-    monkeypatch.setattr(conversation.runtime.undo, "take", fail)
+    monkeypatch.setattr(conversation.runtime.undo.store, "take", fail)
     conversation.send("go")
     evidence = conversation.runtime.evidence
     assert (evidence.files, evidence.changed_since, evidence.is_proof) == (None, None, False)
