@@ -119,6 +119,7 @@ _early_prompt = EarlyPrompt(sys.argv[1:], os.environ) if _is_program else None
 import argparse
 import ast
 import asyncio
+import base64
 import codecs
 import concurrent.futures
 import contextlib
@@ -609,9 +610,19 @@ def system_message(text: str) -> Message:
     return {"role": "system", "content": text}
 
 
-def user_message(text: str) -> Message:
-    """A prompt, or words of the harness that start with FEEDBACK."""
-    return {"role": "user", "content": text}
+IMAGES = "images"  # a user message's key for its pictures, each with name, type and data in base64
+
+
+def user_message(text: str, images: Sequence[dict[str, str]] = ()) -> Message:
+    """A prompt with its pictures, or words of the harness that start with FEEDBACK."""
+    message: Message = {"role": "user", "content": text}
+    return message | {IMAGES: [*images]} if images else message
+
+
+def as_one(first: Message, second: Message) -> Message:
+    """Two messages of the user as one."""
+    text = "\n\n".join(filter(None, (message_text(first), message_text(second))))
+    return user_message(text, [*first.get(IMAGES, ()), *second.get(IMAGES, ())])
 
 
 def feedback_message(text: str) -> Message:
@@ -666,6 +677,7 @@ def is_message(value: Any) -> bool:
         texts = [value.get("content") or "", *(part for c in calls for part in (c.id, c.name, c.arguments))]
         if value["role"] == "tool":
             texts.append(value["tool_call_id"])
+        texts += [image[key] for image in value.get(IMAGES, ()) for key in ("name", "type", "data")]
     except (AttributeError, KeyError, TypeError):
         return False
     return value["role"] in ("user", "assistant", "tool") and all(isinstance(text, str) for text in texts)
@@ -748,8 +760,10 @@ def _append(valid: list[Message], message: Message) -> None:
     if message["role"] != last.get("role") or message["role"] == "tool":
         valid.append(message)
         return
-    texts = filter(None, (message_text(last), message_text(message)))
-    valid[-1] = without_native({**last, **message, "content": "\n\n".join(texts) or None})
+    both = as_one(last, message)
+    if message["role"] != "user":
+        both = without_native({**last, **message, "content": both["content"] or None})
+    valid[-1] = both
 
 
 class ValidMessages:
@@ -799,7 +813,7 @@ class ValidMessages:
         elif role == "system" and not valid and text.strip():
             valid.append(system_message(text))
         elif role != "tool" and text.strip():
-            _append(valid, user_message(text))
+            _append(valid, user_message(text, message.get(IMAGES, ())))
 
 
 def valid_messages(messages: Sequence[Message]) -> list[Message]:
@@ -1214,8 +1228,14 @@ def digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()[:16]
 
 
+IMAGE_TOKENS = 1_500  # services count by its size: Anthropic up to about 1,600, OpenAI 765 for 1024 x 1024
+
+
 def estimate_tokens(value: Any) -> int:
     """A rough count, four bytes a token, of a message or any JSON value."""
+    if isinstance(value, dict) and IMAGES in value:
+        rest = {key: inner for key, inner in value.items() if key != IMAGES}
+        return estimate_tokens(rest) + IMAGE_TOKENS * len(value[IMAGES])
     return len(json.dumps(value, ensure_ascii=False).encode("utf-8", "replace")) // 4 + 1
 
 
@@ -2361,6 +2381,18 @@ def our_children() -> set[int] | None:
     return {int(pid) for pids in lists for pid in pids.split()}
 
 
+def bury_adopted(known: set[int]) -> None:
+    """Take the dead among the processes that we adopted out of the process table.
+
+    `known` are those that we started: whoever did so waits for them. Those in our own session are not touched either.
+    """
+    for pid in (our_children() or set()) - known:
+        with contextlib.suppress(OSError):
+            state, _, _, session = _read_proc(str(pid), "stat").rpartition(b")")[2].split(maxsplit=4)[:4]
+            if state == b"Z" and int(session) != os.getsid(0):
+                os.waitpid(pid, os.WNOHANG)
+
+
 class Job:
     """One running command: its processes, what it printed, and its end. Made and used on the event loop."""
 
@@ -2561,6 +2593,7 @@ class Jobs:
         self._shell = find_program("bash", self._search_path, workspace.root) or "/bin/sh"
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._told: set[int] = set()
+        self._started: weakref.WeakSet[subprocess.Popen[bytes]] = weakref.WeakSet()
         self._holder: subprocess.Popen[bytes] | None = None
         self._holder_pid = 0
         self._watcher: subprocess.Popen[bytes] | None = None
@@ -2578,7 +2611,9 @@ class Jobs:
         import subprocess
 
         environ, pipe = {"PATH": self._search_path, "AGENT_CALL": tag}, subprocess.PIPE
-        return subprocess.Popen(argv, env=environ, stdin=pipe, stdout=pipe, start_new_session=True)
+        helper = subprocess.Popen(argv, env=environ, stdin=pipe, stdout=pipe, start_new_session=True)
+        self._started.add(helper)
+        return helper
 
     def _network_holder(self, sandbox: Sandbox) -> int:
         """A process whose private network the sandboxed calls share from now on, so that they reach a server of ours.
@@ -2610,6 +2645,7 @@ class Jobs:
         sandbox, adopted = None if unsandboxed else self.sandbox, None
         environ = {**self._environ, "AGENT_SESSION": self._session_tag}
         self._watch_over()
+        bury_adopted({process.pid for process in self._started if process.returncode is None})
         if sandbox:
             holder = self._network_holder(sandbox) if background and not network else self._holder_pid
             argv = sandbox.wrap(command, network, read_only, holder)
@@ -2622,6 +2658,7 @@ class Jobs:
         output = CommandOutput(self.folder / name, f"/tmp/{name}" if sandbox else str(self.folder / name), background)
         in_namespace = bool(sandbox and sandbox.program.endswith("bwrap"))
         job = Job(command, argv, self.workspace.root, environ, output, in_namespace, emit, adopted)
+        self._started.add(job.process)
         if background:
             self.background[number] = job
             self._tasks[number] = asyncio.ensure_future(job.run(math.inf, asyncio.Event()))
@@ -4053,11 +4090,13 @@ FIXES = (
     ("no_tool_name", "chat", r"messages.{0,20}\bname\b.{0,40}(?:not permitted|unrecognized|unknown|unsupported)",
      "tool results are sent without the tool's name"),
     ("json_guess", "chat", r"^printed_call:", "this model's replies are bound to a schema from now on"),
+    ("no_images", "", r"image|multimodal|vision|must be a string",
+     "pictures are left out, with a note in their place"),  # text-only models
     ("v1", "", r"page not found|unexpected endpoint|^not found$|cannot post", "/v1 is added to the base URL"),
 )  # fmt: skip
 FIXED = frozenset({"model", "messages", "input", "instructions", "tools"})  # never dropped from a request
 # what must not outlive this run: it was true of the transcript, or of a guess, and not of the server
-PASSING = frozenset({"no_native", "json_guess"})
+PASSING = frozenset({"no_native", "no_images", "json_guess"})
 DAYS_REMEMBERED = 30  # servers are updated: what they refuse is asked again after a month
 
 
@@ -4089,10 +4128,12 @@ def adapt(
     room = _more_room(failure, body)
     if room and (adaptation.max_tokens is None or room < adaptation.max_tokens):
         return dataclasses.replace(adaptation, max_tokens=room), f"replies are limited to {room} tokens"
+    asked = body.get("input") or body.get("messages") or ()
     for flag, only, pattern, what in FIXES:
         fits = (not only or only == wire) and flag not in adaptation.flags and says(pattern, failure.text)
         switch = flag.removesuffix("_guess")
         is_useless = switch in WIRES and (switch not in wires or f"no_{switch}" in adaptation.flags)
+        is_useless |= flag == "no_images" and not any(isinstance(m.get("content"), list) for m in asked)
         if not fits or is_useless or (flag == "v1" and has_v1):
             continue
         return flagged(flag, what)
@@ -4549,6 +4590,25 @@ def _described(tool: Tool) -> dict[str, Any]:
     return {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
 
 
+def content_with_images(
+    message: Message, flags: frozenset[str], text_type: str, image: Callable[[str], dict[str, Any]]
+) -> str | list[dict[str, Any]]:
+    """A user message's content: its text, or parts with its pictures; `image` makes one of a data URL."""
+    text, images = message_text(message), message.get(IMAGES, ())
+    if images and "no_images" in flags:
+        return text + "".join(f"\n\n[picture {each['name']} left out: this model takes none]" for each in images)
+    parts = [image(f"data:{each['type']};base64,{each['data']}") for each in images]
+    return [{"type": text_type, "text": text}, *parts] if parts else text
+
+
+def _chat_image(url: str) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def _responses_image(url: str) -> dict[str, Any]:
+    return {"type": "input_image", "image_url": url}
+
+
 class ChatWire:
     """Chat Completions with native tool calls."""
 
@@ -4572,8 +4632,10 @@ class ChatWire:
 
     def _message(self, source: str, message: Message, flags: frozenset[str]) -> Message:
         """One message with its native content, where that came from this source, and without it elsewhere."""
-        if NATIVE not in message and not flags:
+        if NATIVE not in message and IMAGES not in message and not flags:
             return message
+        if message["role"] == "user":
+            return {"role": "user", "content": content_with_images(message, flags, "text", _chat_image)}
         native, sent = native_of(message, source), without_native(message)
         if "no_tool_name" in flags and sent["role"] == "tool":
             del sent["name"]
@@ -4668,7 +4730,9 @@ class ResponsesWire:
                 identity = theirs.get(message["tool_call_id"], message["tool_call_id"])
                 items.append({"type": "function_call_output", "call_id": identity, "output": message["content"]})
             else:
-                items.append({"role": "user", "content": message["content"]})
+                items.append(
+                    {"role": "user", "content": content_with_images(message, flags, "input_text", _responses_image)}
+                )
         body |= {"input": items, "store": False, "stream": True}
         if tools:
             body["tools"] = [{"type": "function", **_described(tool), "strict": False} for tool in tools]
@@ -6418,7 +6482,7 @@ class View:
         tokens = estimate_tokens(message)
         self.parts[part] += tokens
         if message["role"] == "user" and self.messages[-1]["role"] == "user":
-            self.messages[-1] = user_message(message_text(self.messages[-1]) + "\n\n" + message_text(message))
+            self.messages[-1] = as_one(self.messages[-1], message)
         else:
             self.messages.append(message)
         return tokens
@@ -9714,9 +9778,18 @@ def greeting(runtime: Runtime) -> str:
     return f"{where}\n{hint}"
 
 
+IMAGE_STARTS = {b"\x89PNG": "image/png", b"\xff\xd8\xff": "image/jpeg", b"GIF8": "image/gif", b"RIFF": "image/webp"}
+
+
+def image_type(data: bytes) -> str:
+    """The media type of a picture that models take, told by its first bytes; "" for anything else."""
+    found = next((kind for start, kind in IMAGE_STARTS.items() if data.startswith(start)), "")
+    return "" if found == "image/webp" and data[8:12] != b"WEBP" else found
+
+
 def message_with_files(workspace: Workspace, text: str) -> Message:
-    """The user's words as a message. What @path names in the workspace is attached: a file's text, a list of names."""
-    attached = []
+    """The user's words as a message. What @path names in the workspace is attached: text, names, a picture."""
+    attached, images = [], []
     for name in dict.fromkeys(found[1] or found[2] for found in _MENTION.finditer(text)):
         for spelling in dict.fromkeys((name, name.rstrip(".,;:!?)]}'\""))):
             with contextlib.suppress(ToolError, OSError):
@@ -9725,11 +9798,14 @@ def message_with_files(workspace: Workspace, text: str) -> Message:
                     break  # the model can ask for it
                 if place.path.is_dir():
                     content = "\n".join(sorted(entry.name + "/" * entry.is_dir() for entry in place.path.iterdir()))
+                elif kind := image_type(data := workspace.read(place)):
+                    content = f"({kind})"
+                    images.append({"name": spelling, "type": kind, "data": base64.b64encode(data).decode()})
                 else:
-                    content = workspace.read(place).decode("utf-8", "replace")
+                    content = data.decode("utf-8", "replace")
                 attached.append(f"{ATTACHED}{spelling}]\n{clip(clean(content), 48_000, 16_000)}")
                 break
-    return user_message(text + "".join(attached))
+    return user_message(text + "".join(attached), images)
 
 
 class Conversation:

@@ -16,8 +16,13 @@ from typing import Any, NamedTuple
 import pytest
 from fake_server import FakeServer
 from harness import Conversation
+from hypothesis import HealthCheck, settings
 
 import agent
+
+# how long an example takes says nothing about whether it is right, least of all on a busy machine
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 AGENT = REPOSITORY / "agent.py"

@@ -189,6 +189,45 @@ def test_an_adaptation_is_remembered_on_disk_for_that_model_alone(server: Serve,
     assert first.last.body.get("stream_options")
 
 
+@pytest.mark.parametrize("api", ["chat", "responses"])
+@pytest.mark.parametrize(
+    "refusal",
+    [
+        "Failed to deserialize the JSON body: messages[1]: unknown variant `image_url`, expected `text`",
+        "Model does not support images. Please use a model that does.",
+        "image input is not supported - hint: if this is unexpected, you may need to provide the mmproj",
+        "At most 0 image(s) may be provided in one request.",
+        "No endpoints found that support image input",
+    ],
+)
+def test_a_model_that_takes_no_pictures_gets_a_note(
+    api: str, refusal: str, server: Serve, converse: Converse, workspace: Path
+) -> None:
+    fake = server(error(400, {"error": {"message": refusal}}), text("ok"), text("ok"))
+    (workspace / "cat.gif").write_bytes(b"GIF89a" + bytes(100))
+    conversation = converse(fake, api=api)
+    place = conversation.runtime.agent.context.workspace
+    conversation.runtime.agent.to_message = lambda words: agent.message_with_files(place, words)
+    assert conversation.send("look at @cat.gif").reason == "done"
+    assert len(conversation.of(agent.Adapted)) == 1
+    told = fake.last.body["input" if api == "responses" else "messages"][-1]["content"]
+    assert "[picture cat.gif left out" in told
+    assert conversation.send("and again").reason == "done"
+    assert len(conversation.of(agent.Adapted)) == 1
+    assert agent.IMAGES in conversation.messages[0], "the transcript keeps it, for another model"
+
+
+def test_an_error_that_speaks_of_images_changes_nothing_without_one(server: Serve, converse: Converse) -> None:
+    conversation = converse(server(error(400, "image_url is not supported")))
+    assert conversation.send("hi").reason == "error"
+    assert not conversation.of(agent.Adapted)
+
+
+def test_a_picture_counts_as_a_picture_and_not_by_its_bytes() -> None:
+    picture = {"name": "a.png", "type": "image/png", "data": "x" * 4_000_000}
+    assert agent.estimate_tokens(agent.user_message("hi", [picture])) < 2_000
+
+
 def test_the_memory_survives_damage_and_forgets(tmp_path: Path) -> None:
     file = agent.AdaptationFile(tmp_path / "state" / "providers.json")
     file.save("s", agent.Adaptation(frozenset({"no_stream", "no_native"}), max_tokens=7, window=9), keep_window=False)

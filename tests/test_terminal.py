@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import os
 import time
 from collections.abc import Callable
@@ -468,6 +469,36 @@ def test_a_mentioned_file_is_attached_and_shown_as_typed(server: Serve, workspac
     sent = fake.last.messages[-1]["content"]
     assert sent.startswith("what is in @notes.txt, and who is me@example.org?")
     assert "[attached file notes.txt]\nremember the milk" in sent
+
+
+PICTURE = b"\x89PNG\r\n\x1a\n" + bytes(range(256))
+
+
+@pytest.mark.parametrize("api", ["chat", "responses"])
+def test_a_mentioned_picture_is_sent_and_survives_a_restart(server: Serve, workspace: Path, api: str) -> None:
+    fake = server(text("A cat."), text("Still a cat."))
+    (workspace / "cat.png").write_bytes(PICTURE)
+
+    async def ask(stage: Stage) -> None:
+        stage.keys("what is in @cat.png ?\r")
+        await stage.shows("A cat.")
+        assert "base64" not in stage.paper.all_text()
+
+    async def ask_again(stage: Stage) -> None:
+        stage.keys("and now?\r")
+        await stage.shows("Still a cat.")
+
+    for play in (ask, ask_again):
+        play_on_stage(play, fake.base_url, workspace, api=api)
+        content = next(m for m in fake.last.body["input" if api == "responses" else "messages"] if m["role"] == "user")[
+            "content"
+        ]
+        url = "data:image/png;base64," + base64.b64encode(PICTURE).decode()
+        if api == "chat":
+            assert content[1] == {"type": "image_url", "image_url": {"url": url}}
+        else:
+            assert content[1] == {"type": "input_image", "image_url": url}
+        assert content[0]["text"].startswith("what is in @cat.png ?")
 
 
 def test_a_mention_attaches_nothing_from_elsewhere_and_no_secrets(workspace: Path, tmp_path: Path) -> None:
