@@ -194,6 +194,7 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
     from rich.markdown import Markdown
     from rich.segment import Segment
+    from rich.style import Style
     from rich.text import Text
 
 __version__ = "0.1.0"
@@ -9577,6 +9578,19 @@ class Screen:
         return rows
 
 
+@functools.cache
+def fragment_style(style: Style | None) -> str:
+    """A style of rich in the words of prompt_toolkit."""
+    from prompt_toolkit.styles.base import ANSI_COLOR_NAMES
+
+    if style is None:
+        return ""
+    words = [name for name in ("bold", "italic", "underline", "strike", "dim", "reverse") if getattr(style, name)]
+    if style.color and style.color.number is not None and style.color.number < 16:
+        words.append(ANSI_COLOR_NAMES[style.color.number + 1])  # the first is the default colour
+    return " ".join(words)
+
+
 class FileNames:
     """The files below a directory, for completion: read in a thread, kept for a few seconds."""
 
@@ -10215,13 +10229,15 @@ class Repl:
 
     def _tail(self) -> StyleAndTextTuples:
         """The preview of what is not final: never so high that the input line has no room."""
-        from prompt_toolkit.formatted_text import ANSI, to_formatted_text
-
         if self.screen.settling or self.asking or not self.conversation.working:
             return []
         others = self.editor.buffer.document.line_count + len(self.runtime.agent.pending) + 4 + 2 * bool(self.asking)
         lines = self.renderer.tail(min(TAIL_ROWS, self.screen.rows - min(others, self.screen.rows // 2 + 2)))
-        return to_formatted_text(ANSI(self.painter.ansi(lines).removesuffix("\n")))
+        fragments: StyleAndTextTuples = []
+        for line in lines:
+            fragments += [(fragment_style(style), self.painter.glyphs(text)) for text, style, _ in line]
+            fragments.append(("", "\n"))
+        return fragments[:-1]
 
     def _status_line(self) -> StyleAndTextTuples:
         if not self.conversation.working or self.asking:
