@@ -4907,8 +4907,8 @@ GUIDE = """\
 You are a careful programmer. You work in the user's directory, step by step, with tools.
 Each reply is one JSON object. To use a tool:
 {"thought":"why","tool":"NAME","arguments":{...}}
-Tools: list_files {} | read_from_file {"path"} | write_to_file {"path"}, then you are asked for the whole content | \
-run_shell_command {"command"}
+Tools: list_files {"depth":3} | read_from_file {"path"} | run_shell_command {"command"} | \
+write_to_file {"path"}, then you are asked for the whole content
 Only when the task is done and checked: {"answer":"what you did, or what was asked"}
 
 Example. User: Add a function double to calc.py and test it.
@@ -4929,11 +4929,13 @@ NO_CODE = re.compile(
     re.IGNORECASE,
 )
 QUESTION = re.compile(
-    r"\s*(what|which|who|whose|why|where|when|how|is|are|was|were|did|does|do|has|have)\b.*\?\s*$", re.I | re.S
+    r"\s*(what|which|who|whose|why|where|when|how|is|are|was|were|did|does|do|has|have)\b[^?]*\?", re.I
 )
+NO_CHANGE = re.compile(r"\b(?:chang|writ|modify|edit|touch)\w* (?:nothing|no)\b|\b(?:do not|don't|without) \w+", re.I)
 CHANGE_WORDS = re.compile(
     r"\b(write|create|add|fix|change|make|rename|implement|delete|remove|update|replace|refactor|repair|correct|build"
-    r"|install|run|test|move|edit|improve|convert|translate|set|put|go|continue|proceed|carry|start|yes|ok)\b",
+    r"|install|run|test|move|edit|improve|convert|translate|set|put|let|make|turn|use|ensure|extend|split|sort|count"
+    r"|go|continue|proceed|carry|start|yes|ok)\b",
     re.IGNORECASE,
 )
 FILE_NAME = re.compile(
@@ -4941,6 +4943,9 @@ FILE_NAME = re.compile(
 )
 PROGRAM = re.compile(r"\.(py|js|ts|sh|c|cpp|go|rs|rb|java)$")
 TEST_FILE = re.compile(r"(^|/)(test_\w+|\w+_test)\.py$")
+NAME = re.compile(r"\b(?:[A-Z][A-Z0-9_]{3,}|[A-Za-z][a-z0-9]*(?:_[a-z0-9]+)+)\b")  # what can be searched for
+LEAVES_OUT = re.compile(r"\b(?:move|remov|delet|renam|drop)\w*\b", re.I)
+USAGE = re.compile(r"^usage: ", re.I | re.M)
 LANGUAGES = {"py": "python", "js": "javascript", "ts": "typescript", "sh": "bash", "md": "markdown", "rs": "rust"}
 DEFINITION = re.compile(r"^(?:async def|def|class) ([a-zA-Z]\w*)", re.MULTILINE)
 TRACEBACK_LINE = re.compile(r'File "([^"\n]+)", line \d+')
@@ -4948,6 +4953,7 @@ COMPARED_ERROR = re.compile(r"\bassert(?!Raises)\w+\(.*\b[A-Z]\w*Error\)$", re.M
 ERROR_LINE = re.compile(r"^\w*(?:Error|Exception)\b.*$", re.MULTILINE)
 STATUS_LINE = re.compile(r"^\[exit code (\d+)", re.MULTILINE)
 KNOW_ENOUGH = "If you know enough, answer."
+LISTED_DEPTH = 3  # levels of the tree that a listing shows
 MAX_LOOKS = 6  # calls that only look before something must be done
 MAX_MENDS = 6  # failed attempts to mend before the model may say that it failed
 TEMPERATURE, WARMER, WARMEST = 0.2, 0.2, 0.8  # the first mend is asked for at the first; a mend that failed adds
@@ -5025,19 +5031,23 @@ class Course:
 
     def _begin(self, prompt: str) -> None:
         """A turn: its kind is "plan" (only a plan is wanted), "question" or "work"."""
-        is_work = bool(CHANGE_WORDS.search(prompt)) and not QUESTION.match(prompt)
+        asked = QUESTION.match(prompt)  # what follows a question may still be an order
+        is_work = bool(CHANGE_WORDS.search(NO_CHANGE.sub("", prompt[asked.end() if asked else 0 :])))
         is_plan = MAKE_PLAN.search(prompt) and NO_CODE.search(prompt) and not prompt.startswith(GO_OPENING)
         self.kind = "plan" if is_plan else "work" if is_work else "question"
         self.prompt = prompt
         self.failure = ""  # what the last run printed, if it failed
         self.asked = [name for name in FILE_NAME.findall(prompt) if name not in PLAN_FILES]
+        self.names = [name for name in dict.fromkeys(NAME.findall(prompt)) if name not in FILE_NAME.findall(prompt)]
         self.looks = self.mends = 0  # calls that only looked in a row; mends that failed
         self.last = ""  # the last tool
         self.wrote: list[str] = []
         self.errors: list[str] | None = None  # what the last failure said, and how often it said that again
         self.same_failures = 0
         self.is_refused = False  # the last write was
+        self.vain = 0  # writes that changed nothing
         self.is_listed = self.has_run = self.is_unchecked = self.is_failing = self.is_unchanged = False
+        self.is_misused = False  # the last command was given wrong arguments
         self.is_repeated = False  # the last call was made before, and nothing has changed since
         self._made: set[str] = set()  # the calls since the last change
         self.suspects: list[str] = []
@@ -5058,7 +5068,7 @@ class Course:
     @property
     def temperature(self) -> float:
         """Low, so that it keeps to the point; higher when what it wrote does not work, so that it tries another way."""
-        return min(TEMPERATURE + WARMER * max(0, self.mends - 1 + self.is_unchanged), WARMEST)
+        return min(TEMPERATURE + WARMER * max(self.vain, self.mends - 1 + self.is_unchanged), WARMEST)
 
     def take(self, message: Message, answers: Mapping[str, Message]) -> None:
         """Add one message, with the answers to its calls by call id, to what is sent."""
@@ -5116,8 +5126,8 @@ class Course:
 
     def content_request(self, path: str) -> str:
         """The words that ask for a file's text."""
-        if self.is_failing:
-            return f"The whole corrected content of {path}, in one code block:"
+        if self.has_own_page(path):
+            return f"The whole new content of {path}, in one code block:"
         if path == PLAN_FILE:
             steps = (
                 "numbered steps, each with the file that it makes and what goes into it; the last one runs the tests"
@@ -5130,18 +5140,29 @@ class Course:
             )
         return f"The whole content of {path}, complete and just as the task says, in one code block:"
 
-    def mend_request(self, path: str) -> list[Message]:
-        """The request for a corrected file, on a fresh page.
+    def has_own_page(self, path: str) -> bool:
+        """Whether a file is asked for on a page of its own: one that is to be changed."""
+        is_known = bool(self.texts.get(path, "").strip()) and path not in PLAN_FILES
+        return self.is_failing or (is_known and self.kind == "work")
 
-        Below its own earlier attempts a small model copies them, whatever it is told.
-        """
+    def own_page(self, path: str) -> list[Message]:
+        """The request for a changed file, on a fresh page: below what was said before a small model copies that."""
         task = self.texts.get("spec.txt", "") if PLAN_FILE in self.texts and not self.asked else ""
-        files = [f"{name}:\n{self.fence(name)}{self.texts.get(name, '')}```" for name in self.suspects]
-        order = (
-            f"Say in one sentence what is wrong in {path}. Then give the corrected {path}, complete, in one code block."
+        if self.is_failing:
+            names, failure = self.suspects, [f"The check failed:\n{self.failure}"]
+            order = f"Say in one sentence what is wrong in {path}. Then give the corrected {path}"
+        else:
+            names, failure = [name for name in self.texts if name not in (path, *PLAN_FILES)][-3:], []
+            order = f"Say in one sentence what has to change in {path} for that. Then give the changed {path}"
+        files = [f"{name}:\n{self.fence(name)}{self.texts.get(name, '')}```" for name in dict.fromkeys([*names, path])]
+        text = "\n\n".join(
+            [f"The task: {task or self.prompt}", *files, *failure, f"{order}, complete, in one code block."]
         )
-        text = "\n\n".join([f"The task: {task or self.prompt}", *files, f"The check failed:\n{self.failure}", order])
-        return [system_message("You are a careful programmer who finds mistakes."), user_message(text)]
+        return [system_message("You are a careful programmer."), user_message(text)]
+
+    def keeps_what_is_left_out(self, path: str) -> bool:
+        """Whether a function that a changed Python module lacks was only forgotten."""
+        return path.endswith(".py") and (self.is_failing or not LEAVES_OUT.search(self.prompt))
 
     def _imports(self) -> str:
         """The lines that import what the programs of this turn define."""
@@ -5160,7 +5181,8 @@ class Course:
             self.is_listed = True
             folder = "" if path in ("", ".") else path.rstrip("/") + "/"
             names = [folder + line for line in result.splitlines() if not line.startswith(("(", "["))]
-            self.folders |= {name.rstrip("/") for name in names if name.endswith("/")}
+            self.folders.discard(path)
+            self.folders |= {name.rstrip("/") for name in names if name.count("/") == LISTED_DEPTH and name[-1] == "/"}
             self.present |= {name for name in names if not name.endswith("/")}
         elif tool == "read_from_file" and failed:
             self.absent.add(path)
@@ -5173,9 +5195,11 @@ class Course:
             self.present.add(path)
             self.absent.discard(path)
             self.is_unchanged = self.texts.get(path) == content
+            self.vain += self.is_unchanged and not self.is_failing
             self.texts[path] = content
             self.wrote.append(path)
-            self.is_unchecked = self.is_unchecked or bool(PROGRAM.search(path))
+            is_new = not self.is_unchanged or self.is_failing
+            self.is_unchecked = self.is_unchecked or (is_new and bool(PROGRAM.search(path)))
         elif tool == "run_shell_command":
             self._note_run(result)
         self.looks = self.looks + 1 if tool in ("list_files", "read_from_file") else 0
@@ -5184,8 +5208,9 @@ class Course:
         status = STATUS_LINE.search(result)
         failed = bool(status and status[1] != "0") or bool(NO_TESTS.search(result))
         programs = [name for name in self.wrote if PROGRAM.search(name)]
-        self.has_run, self.is_unchecked, self.is_unchanged = True, False, False
-        self.is_failing = failed and bool(programs)  # a search that finds nothing fails too
+        self.is_misused = bool(failed and USAGE.search(result)) and not self.is_repeated
+        self.has_run, self.is_unchecked, self.is_unchanged = True, self.is_misused, False
+        self.is_failing = failed and bool(programs) and not self.is_misused  # a search that finds nothing fails too
         if self.is_failing:
             self.mends += 1
             self.failure = result
@@ -5222,8 +5247,11 @@ class Course:
             return (
                 f"Now write the plan, in numbered steps, to {PLAN_FILE}. No code." if self.last != "list_files" else ""
             )
+        hint = f"`grep -rn {self.names[0]} .` finds it. " if self.names and self.last in ("list_files",) else ""
         if self.kind == "question":
-            return KNOW_ENOUGH
+            return hint + KNOW_ENOUGH
+        if self.is_misused:
+            return "It needs other arguments. Run it with them."
         if self.missing:
             return f"Now write {self.missing[0]}."
         if self.last == "write_to_file" and self.wrote and self.unwritten:
@@ -5237,9 +5265,13 @@ class Course:
             return f"It failed. What is wrong in {self.suspects[0]}? Say it in the thought, then write it corrected."
         if self.last == "run_shell_command" and self.wrote:
             return "If all that was asked is done, answer: what was made, and what the check showed."
+        if self.is_unchanged:
+            return f"That is what it held before: nothing was changed. The task: {self.prompt}"
         if self.wrote:
             return "If all that was asked is done, answer: what was made."
-        return "" if self.last == "run_shell_command" else f"Nothing has been changed yet. The task: {self.prompt}"
+        return hint or (
+            "" if self.last == "run_shell_command" else f"Nothing has been changed yet. The task: {self.prompt}"
+        )
 
     def schema(self) -> dict[str, Any]:
         """The JSON schema of the next reply: one object for each tool that makes sense now, one for the answer."""
@@ -5261,7 +5293,8 @@ class Course:
         looking: dict[str, dict[str, Any]] = {}
         if self.looks < MAX_LOOKS:
             if not self.is_listed or self.folders:
-                looking["list_files"] = {"directory": _one_of([".", *sorted(self.folders)])} if self.folders else {}
+                below = {"directory": _one_of(sorted(self.folders))}
+                looking["list_files"] = below if self.folders else {"depth": {"const": LISTED_DEPTH}}
             if unread or not (self.is_listed or self.texts):  # a second look at the same brings nothing
                 looking["read_from_file"] = {"path": _one_of(unread) if unread else {"type": "string"}}
         writing = {"write_to_file": {"path": {"type": "string"}}}
@@ -5277,9 +5310,11 @@ class Course:
             return looking | writing | running, True
         if self.missing:
             first = {"write_to_file": {"path": _one_of(self.missing)}}
-            return first if self.is_listed else {"list_files": {}}, False
+            return first if self.is_listed else {"list_files": {"depth": {"const": LISTED_DEPTH}}}, False
         if self.is_unchecked:
-            return running | (writing if self.unwritten else {}), False
+            others = [] if PLAN_FILE in self.texts else [name for name in self.texts if name not in self.wrote]
+            changing = {"write_to_file": {"path": _one_of(others)}} if others else {}
+            return running | (writing if self.unwritten else changing), False
         if self.is_failing:
             return {} if self.mends > MAX_MENDS else {"write_to_file": {"path": _one_of(self.suspects[:1])}}, False
         if PLAN_FILE in self.texts and not self.asked and self.wrote and self.last == "run_shell_command":
@@ -5292,11 +5327,12 @@ class Course:
 
 
 class OpenCall(NamedTuple):
-    """A write_to_file whose content is being asked for, by a code block opened for the model or, to mend `old`, not."""
+    """A write_to_file whose content is being asked for, by a code block that was opened for the model or not."""
 
     thought: str
     call: ToolCall
-    old: str | None
+    is_begun: bool
+    old: str  # a module whose definitions are kept where the new one lacks them
 
 
 class JsonReader(ChatReader):
@@ -5345,9 +5381,8 @@ class JsonReader(ChatReader):
         assert self._open_call
         call = self._open_call.call
         arguments = json.loads(call.arguments)
-        path, old = str(arguments.get("path")), self._open_call.old
-        content = code_block(self.text, path, is_begun=old is None)
-        arguments["content"] = put_back(old, content) if old and path.endswith(".py") else content
+        content = code_block(self.text, str(arguments.get("path")), self._open_call.is_begun)
+        arguments["content"] = put_back(self._open_call.old, content) if self._open_call.old else content
         return dataclasses.replace(call, arguments=json.dumps(arguments, ensure_ascii=False))
 
 
@@ -5382,11 +5417,10 @@ class JsonWire:
         if messages and awaits_content(messages[-1]):
             call = message_calls(messages[-1])[0]
             path = str(json.loads(call.arguments).get("path"))
-            self._open_call = OpenCall(
-                message_text(messages[-1]), call, course.texts.get(path, "") if course.is_failing else None
-            )
-            opening = {"role": "assistant", "content": course.fence(path)}
-            sent = course.mend_request(path) if course.is_failing else [*course.sent, opening]
+            is_own = course.has_own_page(path)
+            old = course.texts.get(path, "") if is_own and course.keeps_what_is_left_out(path) else ""
+            self._open_call = OpenCall(message_text(messages[-1]), call, not is_own, old)
+            sent = course.own_page(path) if is_own else [*course.sent, assistant_message(course.fence(path))]
             body |= {"messages": sent, "max_tokens": TEXT_TOKENS}
         elif tools:
             schema = {"name": "reply", "strict": True, "schema": course.schema()}

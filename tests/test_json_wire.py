@@ -184,15 +184,43 @@ def test_the_same_file_is_not_read_twice() -> None:
     assert choices(course(prompt))["read_from_file"]["path"]["enum"] == ["calc.py"]
     taken = course(prompt, *done("read_from_file", "x", path="calc.py"))
     assert "read_from_file" not in choices(taken)
-    taken = course(prompt, *done("list_files", "calc.py\nlib/\nz.py", directory="."))
+    listed = done("list_files", "calc.py\nlib/\nlib/a/\nlib/a/b/\nz.py", depth="3")
+    taken = course(prompt, *listed)
     assert choices(taken)["read_from_file"]["path"]["enum"] == ["calc.py", "z.py"]
-    assert choices(taken)["list_files"]["directory"]["enum"] == [".", "lib"]
+    assert choices(taken)["list_files"]["directory"]["enum"] == ["lib/a/b"], "what lies deeper was not shown yet"
+    taken = course(prompt, *listed, *done("list_files", "c.py", directory="lib/a/b"))
+    assert "list_files" not in choices(taken)
+    assert "lib/a/b/c.py" in choices(taken)["read_from_file"]["path"]["enum"]
+
+
+def test_a_command_that_was_given_wrong_arguments_says_nothing_about_the_program() -> None:
+    written = [agent.user_message("Add an option --lines to count.py."), *wrote("count.py")]
+    misused = [*written, *ran(2, "usage: count.py [-h] file\ncount.py: error: the following arguments are required")]
+    assert set(choices(course(*misused))) == {"run_shell_command"}
+    assert "other arguments" in course(*misused).sent[-1]["content"]
+    assert "answer" in choices(course(*misused, *done("run_shell_command", "[exit code 0, 0.1 s]", command="x")))
+
+
+def test_several_files_can_be_changed_before_anything_is_run() -> None:
+    read = [done("read_from_file", f"calc() in {name}\n", path=name) for name in ("a.py", "b.py")]
+    taken = course(agent.user_message("Rename calc to total in all files."), *read[0], *read[1], *wrote("a.py"))
+    assert choices(taken)["write_to_file"]["path"]["enum"] == ["b.py"]
+    assert "run_shell_command" in choices(taken)
+
+
+def test_a_write_that_changes_nothing_is_said_and_tried_otherwise() -> None:
+    read = [agent.user_message("Fix median in stats.py."), *done("read_from_file", "old\n", path="stats.py")]
+    taken = course(*read, *wrote("stats.py", "old\n"))
+    assert "nothing was changed" in taken.sent[-1]["content"]
+    assert taken.temperature > course(*read).temperature
 
 
 @pytest.mark.parametrize(
     ("prompt", "kind"),
     [
         ("Read spec.txt and write a plan to plan.txt. Do not write code yet.", "plan"),
+        ("Which function reads TIMEOUT, and where? Answer in one sentence and change nothing.", "question"),
+        ("What is wrong in calc.py? Fix it.", "work"),
         ("Make a plan only.", "plan"),
         ("I want a plan first, no code.", "plan"),
         ("Carry out the plan. Do not touch the tests.", "work"),
@@ -419,15 +447,45 @@ def test_a_mend_on_a_fresh_page_is_not_taken_for_a_server_that_drops_the_front(
     assert end.usage.input == sum(request.tokens for request in fake.requests)
 
 
+@pytest.mark.parametrize(
+    ("prompt", "kept"),
+    [("Let two() in a.py give 2.", True), ("Move one() from a.py to b.py.", False)],
+)
+def test_a_known_file_is_changed_on_a_page_of_its_own(
+    server: Server, converse: Converse, workspace: Path, prompt: str, kept: bool
+) -> None:
+    """What the new text leaves out was forgotten, unless the task is to take something out."""
+    (workspace / "a.py").write_text("def one():\n    return 1\n\n\ndef two():\n    return 3\n")
+    fake = server(
+        call("read_from_file", path="a.py"),
+        call("write_to_file", path="a.py"),
+        verbatim("It must be 2.\n\n```python\ndef two():\n    return 2\n```"),
+        call("run_shell_command", command="python3 a.py"),
+        text("Done."),
+        allow=[PREFILL],
+    )
+    conversation = converse(fake, api="json")
+    assert conversation.send(prompt).reason == "done"
+    page = fake.requests[2].body["messages"]
+    assert [message["role"] for message in page] == ["system", "user"]
+    assert prompt in page[1]["content"] and "return 3" in page[1]["content"]
+    changed = (workspace / "a.py").read_text()
+    assert ("def one" in changed, "return 2" in changed, "return 3" in changed) == (kept, True, False)
+    assert (
+        fake.requests[3].body["messages"][: len(fake.requests[1].body["messages"])]
+        == (fake.requests[1].body["messages"])
+    )
+
+
 def test_each_request_extends_the_one_before(server: Server, converse: Converse, workspace: Path) -> None:
     (workspace / "a.py").write_text("x = 1\n")
     fake = server(
-        call("read_from_file", path="a.py"), call("write_to_file", path="a.py"), fence("x = 2\n"),
-        call("run_shell_command", command="python3 a.py"), text("Done."), text("x is 2."),
+        call("read_from_file", path="a.py"), call("write_to_file", path="b.py"), fence("x = 2\n"),
+        call("run_shell_command", command="python3 b.py"), text("Done."), text("x is 2."),
         allow=[PREFILL],
     )  # fmt: skip
     conversation = converse(fake, api="json")
-    conversation.send("Change x to 2 in a.py.")
+    conversation.send("Copy a.py to b.py with x set to 2.")
     conversation.send("What is x?")
     sent = [request.body["messages"] for request in fake.requests]
     for earlier, later in itertools.pairwise(sent):
