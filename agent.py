@@ -4943,7 +4943,12 @@ FILE_NAME = re.compile(
 )
 PROGRAM = re.compile(r"\.(py|js|ts|sh|c|cpp|go|rs|rb|java)$")
 TEST_FILE = re.compile(r"(^|/)(test_\w+|\w+_test)\.py$")
-NAME = re.compile(r"\b(?:[A-Z][A-Z0-9_]{3,}|[A-Za-z][a-z0-9]*(?:_[a-z0-9]+)+)\b")  # what can be searched for
+NAME = re.compile(r"(?<!\bto )\b(?:[A-Z][A-Z0-9_]{3,}|[A-Za-z][a-z0-9]*(?:_[a-z0-9]+)+)\b")  # what can be searched for
+SEARCH = re.compile(
+    r"\b(?:find|search|look for|where|which|list)\b.*\b(?:files?|places?|uses?|functions?|lines?)\b|everywhere"
+    r"|\b(?:all|every|each)(?: the)? (?:files?|uses?|places?|modules?)\b",
+    re.I | re.S,
+)
 LEAVES_OUT = re.compile(r"\b(?:move|remov|delet|renam|drop)\w*\b", re.I)
 USAGE = re.compile(r"^usage: ", re.I | re.M)
 LANGUAGES = {"py": "python", "js": "javascript", "ts": "typescript", "sh": "bash", "md": "markdown", "rs": "rust"}
@@ -5039,6 +5044,7 @@ class Course:
         self.failure = ""  # what the last run printed, if it failed
         self.asked = [name for name in FILE_NAME.findall(prompt) if name not in PLAN_FILES]
         self.names = [name for name in dict.fromkeys(NAME.findall(prompt)) if name not in FILE_NAME.findall(prompt)]
+        self.is_search = bool(self.names and self.kind != "plan" and SEARCH.search(prompt))
         self.looks = self.mends = 0  # calls that only looked in a row; mends that failed
         self.last = ""  # the last tool
         self.wrote: list[str] = []
@@ -5237,6 +5243,8 @@ class Course:
         """What is added to the prompt."""
         if self.missing:
             return f"Carry out {PLAN_FILE}. Files to write: {', '.join(self.missing)}."
+        if self.is_search:
+            return f"Search first: grep -rn {self.names[0]} ."
         return KNOW_ENOUGH if self.kind == "question" else ""
 
     def _advice(self) -> str:
@@ -5247,9 +5255,8 @@ class Course:
             return (
                 f"Now write the plan, in numbered steps, to {PLAN_FILE}. No code." if self.last != "list_files" else ""
             )
-        hint = f"`grep -rn {self.names[0]} .` finds it. " if self.names and self.last in ("list_files",) else ""
         if self.kind == "question":
-            return hint + KNOW_ENOUGH
+            return KNOW_ENOUGH
         if self.is_misused:
             return "It needs other arguments. Run it with them."
         if self.missing:
@@ -5269,9 +5276,7 @@ class Course:
             return f"That is what it held before: nothing was changed. The task: {self.prompt}"
         if self.wrote:
             return "If all that was asked is done, answer: what was made."
-        return hint or (
-            "" if self.last == "run_shell_command" else f"Nothing has been changed yet. The task: {self.prompt}"
-        )
+        return "" if self.last == "run_shell_command" else f"Nothing has been changed yet. The task: {self.prompt}"
 
     def schema(self) -> dict[str, Any]:
         """The JSON schema of the next reply: one object for each tool that makes sense now, one for the answer."""
@@ -5299,6 +5304,8 @@ class Course:
                 looking["read_from_file"] = {"path": _one_of(unread) if unread else {"type": "string"}}
         writing = {"write_to_file": {"path": {"type": "string"}}}
         running = {"run_shell_command": {"command": {"type": "string"}}}
+        if self.is_search and not self.has_run:
+            return running, False
         if self.kind == "question":
             return {} if self.is_repeated else looking | ({} if self.has_run else running), True
         if self.kind == "plan":

@@ -272,6 +272,16 @@ def test_a_plan_that_is_pinned_at_a_restart_is_not_the_prompt() -> None:
     assert "answer" in choices(taken)
 
 
+def test_what_is_to_be_found_is_searched_for_first() -> None:
+    """A small model names what it has seen of the tree, not what holds the word."""
+    for prompt in ("List all files that use OLD_NAME in found.txt.", "Which function reads OLD_NAME?"):
+        taken = course(agent.user_message(prompt))
+        assert set(choices(taken)) == {"run_shell_command"}
+        assert "grep -rn OLD_NAME ." in taken.sent[-1]["content"]
+        found = done("run_shell_command", "a.py:1: OLD_NAME\n[exit code 0, 0.1 s]", command="grep -rn OLD_NAME .")
+        assert len(choices(course(agent.user_message(prompt), *found))) > 1
+
+
 def test_a_refused_write_leads_to_a_second_look() -> None:
     prompt = agent.user_message("Fix the bug in calc.py.")
     refusal = "calc.py has changed on disk since you read it. Read it again first."
