@@ -5212,7 +5212,8 @@ class Course:
 
     def _note_run(self, result: str) -> None:
         status = STATUS_LINE.search(result)
-        failed = bool(status and status[1] != "0") or bool(NO_TESTS.search(result))
+        has_tests = any(TEST_FILE.search(name) for name in self.wrote)
+        failed = bool(status and status[1] != "0") or (has_tests and bool(NO_TESTS.search(result)))
         programs = [name for name in self.wrote if PROGRAM.search(name)]
         self.is_misused = bool(failed and USAGE.search(result)) and not self.is_repeated
         self.has_run, self.is_unchecked, self.is_unchanged = True, self.is_misused, False
@@ -5247,6 +5248,10 @@ class Course:
             return f"Search first: grep -rn {self.names[0]} ."
         return KNOW_ENOUGH if self.kind == "question" else ""
 
+    def _task_again(self) -> str:
+        """The task at the end, where a small model looks first; not that of a whole plan."""
+        return "" if PLAN_FILE in self.texts else f" The task was: {clip_to(self.prompt, 600)}"
+
     def _advice(self) -> str:
         """What is added to a result: the next step, in few words."""
         if self.kind == "plan":
@@ -5271,12 +5276,18 @@ class Course:
         if self.is_failing and self.last == "run_shell_command":
             return f"It failed. What is wrong in {self.suspects[0]}? Say it in the thought, then write it corrected."
         if self.last == "run_shell_command" and self.wrote:
-            return "If all that was asked is done, answer: what was made, and what the check showed."
+            return (
+                f"If all that was asked is done, answer: what was made, and what the check showed.{self._task_again()}"
+            )
         if self.is_unchanged:
-            return f"That is what it held before: nothing was changed. The task: {self.prompt}"
+            return f"That is what it held before: nothing was changed. The task: {clip_to(self.prompt, 600)}"
         if self.wrote:
-            return "If all that was asked is done, answer: what was made."
-        return "" if self.last == "run_shell_command" else f"Nothing has been changed yet. The task: {self.prompt}"
+            return f"If all that was asked is done, answer: what was made.{self._task_again()}"
+        return (
+            ""
+            if self.last == "run_shell_command"
+            else f"Nothing has been changed yet. The task: {clip_to(self.prompt, 600)}"
+        )
 
     def schema(self) -> dict[str, Any]:
         """The JSON schema of the next reply: one object for each tool that makes sense now, one for the answer."""
@@ -5303,6 +5314,8 @@ class Course:
             if unread or not (self.is_listed or self.texts):  # a second look at the same brings nothing
                 looking["read_from_file"] = {"path": _one_of(unread) if unread else {"type": "string"}}
         writing = {"write_to_file": {"path": {"type": "string"}}}
+        others = [] if PLAN_FILE in self.texts else [name for name in self.texts if name not in self.wrote]
+        changing = {"write_to_file": {"path": _one_of(others)}} if others else {}
         running = {"run_shell_command": {"command": {"type": "string"}}}
         if self.is_search and not self.has_run:
             return running, False
@@ -5319,15 +5332,13 @@ class Course:
             first = {"write_to_file": {"path": _one_of(self.missing)}}
             return first if self.is_listed else {"list_files": {"depth": {"const": LISTED_DEPTH}}}, False
         if self.is_unchecked:
-            others = [] if PLAN_FILE in self.texts else [name for name in self.texts if name not in self.wrote]
-            changing = {"write_to_file": {"path": _one_of(others)}} if others else {}
             return running | (writing if self.unwritten else changing), False
         if self.is_failing:
             return {} if self.mends > MAX_MENDS else {"write_to_file": {"path": _one_of(self.suspects[:1])}}, False
         if PLAN_FILE in self.texts and not self.asked and self.wrote and self.last == "run_shell_command":
             return {}, True  # the plan is carried out and checked
         if self.is_repeated:  # it would go on like that
-            return ({}, True) if self.wrote else (writing, False)
+            return (changing, True) if self.wrote else (writing, False)
         if self.asked and not self.wrote and not set(self.asked) - set(self.texts) - self.absent:
             looking = {}
         return looking | writing | running, bool(self.wrote) or self.last == "run_shell_command" or self.looks > 3

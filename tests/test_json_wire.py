@@ -201,6 +201,14 @@ def test_a_command_that_was_given_wrong_arguments_says_nothing_about_the_program
     assert "answer" in choices(course(*misused, *done("run_shell_command", "[exit code 0, 0.1 s]", command="x")))
 
 
+def test_no_tests_are_a_failure_only_where_tests_were_written() -> None:
+    fixed = [agent.user_message("Fix median in stats.py."), *wrote("stats.py"), *ran(0, "Ran 0 tests in 0.000s\n\nOK")]
+    assert "answer" in choices(course(*fixed))
+    assert "The task was: Fix median" in course(*fixed).sent[-1]["content"]
+    tested = [agent.user_message("Test stats.py."), *wrote("test_stats.py"), *ran(0, "Ran 0 tests in 0.000s\n\nOK")]
+    assert "answer" not in choices(course(*tested))
+
+
 def test_several_files_can_be_changed_before_anything_is_run() -> None:
     read = [done("read_from_file", f"calc() in {name}\n", path=name) for name in ("a.py", "b.py")]
     taken = course(agent.user_message("Rename calc to total in all files."), *read[0], *read[1], *wrote("a.py"))
