@@ -4943,7 +4943,10 @@ FILE_NAME = re.compile(
 )
 PROGRAM = re.compile(r"\.(py|js|ts|sh|c|cpp|go|rs|rb|java)$")
 TEST_FILE = re.compile(r"(^|/)(test_\w+|\w+_test)\.py$")
-NAME = re.compile(r"(?<!\bto )\b(?:[A-Z][A-Z0-9_]{3,}|[A-Za-z][a-z0-9]*(?:_[a-z0-9]+)+)\b")  # what can be searched for
+NAME = re.compile(  # what can be searched for
+    r"(?<!\bto )\b(?:[A-Z][A-Z0-9_]{3,}|[A-Za-z][a-z0-9]*(?:_[a-z0-9]+)+|(?<=\bfunction )\w+|(?<=\bclass )\w+"
+    r"|(?<=\bvariable )\w+|(?<=\bword )\w+)\b"
+)
 SEARCH = re.compile(
     r"\b(?:find|search|look for|where|which|list)\b.*\b(?:files?|places?|uses?|functions?|lines?)\b|everywhere"
     r"|\b(?:all|every|each)(?: the)? (?:files?|uses?|places?|modules?)\b",

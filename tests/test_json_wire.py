@@ -288,6 +288,9 @@ def test_what_is_to_be_found_is_searched_for_first() -> None:
         assert "grep -rn OLD_NAME ." in taken.sent[-1]["content"]
         found = done("run_shell_command", "a.py:1: OLD_NAME\n[exit code 0, 0.1 s]", command="grep -rn OLD_NAME .")
         assert len(choices(course(agent.user_message(prompt), *found))) > 1
+    renaming = course(agent.user_message("Rename the function calc to total_price in all files."))
+    assert "grep -rn calc ." in renaming.sent[-1]["content"]
+    assert "list_files" in choices(course(agent.user_message("Write a function double in calc.py.")))
 
 
 def test_a_refused_write_leads_to_a_second_look() -> None:
