@@ -4943,10 +4943,8 @@ FILE_NAME = re.compile(
 )
 PROGRAM = re.compile(r"\.(py|js|ts|sh|c|cpp|go|rs|rb|java)$")
 TEST_FILE = re.compile(r"(^|/)(test_\w+|\w+_test)\.py$")
-NAME = re.compile(  # what can be searched for
-    r"(?<!\bto )\b(?:[A-Z][A-Z0-9_]{3,}|[A-Za-z][a-z0-9]*(?:_[a-z0-9]+)+|(?<=\bfunction )\w+|(?<=\bclass )\w+"
-    r"|(?<=\bvariable )\w+|(?<=\bword )\w+)\b"
-)
+NAME = re.compile(r"(?<!\bto )\b(?:[A-Z][A-Z0-9_]{3,}|[A-Za-z][a-z0-9]*(?:_[a-z0-9]+)+)\b")  # can be searched for
+CALLED = re.compile(r"\b(?:function|method|class|variable|word) (\w+)(?: to\b| in\b|[.,]|$)")
 SEARCH = re.compile(
     r"\b(?:find|search|look for|where|which|list)\b.*\b(?:files?|places?|uses?|functions?|lines?)\b|everywhere"
     r"|\b(?:all|every|each)(?: the)? (?:files?|uses?|places?|modules?)\b",
@@ -5046,7 +5044,9 @@ class Course:
         self.prompt = prompt
         self.failure = ""  # what the last run printed, if it failed
         self.asked = [name for name in FILE_NAME.findall(prompt) if name not in PLAN_FILES]
-        self.names = [name for name in dict.fromkeys(NAME.findall(prompt)) if name not in FILE_NAME.findall(prompt)]
+        self.names = [
+            name for name in NAME.findall(prompt) + CALLED.findall(prompt) if name not in FILE_NAME.findall(prompt)
+        ]
         self.is_search = bool(self.names and self.kind != "plan" and SEARCH.search(prompt))
         self.looks = self.mends = 0  # calls that only looked in a row; mends that failed
         self.last = ""  # the last tool
