@@ -4935,7 +4935,7 @@ NO_CHANGE = re.compile(r"\b(?:chang|writ|modify|edit|touch)\w* (?:nothing|no)\b|
 CHANGE_WORDS = re.compile(
     r"\b(write|create|add|fix|change|make|rename|implement|delete|remove|update|replace|refactor|repair|correct|build"
     r"|install|run|test|move|edit|improve|convert|translate|set|put|let|make|turn|use|ensure|extend|split|sort|count"
-    r"|go|continue|proceed|carry|start|yes|ok)\b",
+    r"|do|follow|go|continue|proceed|carry|start|yes|ok)\b",
     re.IGNORECASE,
 )
 FILE_NAME = re.compile(
@@ -4951,6 +4951,7 @@ SEARCH = re.compile(
     re.I | re.S,
 )
 LEAVES_OUT = re.compile(r"\b(?:move|remov|delet|renam|drop)\w*\b", re.I)
+QUOTED_RUN = re.compile(r"`((?:python3?|node|bash|sh|pytest|make|go|cargo|npm|\./)[^`\n]*)`")
 USAGE = re.compile(r"^usage: ", re.I | re.M)
 LANGUAGES = {"py": "python", "js": "javascript", "ts": "typescript", "sh": "bash", "md": "markdown", "rs": "rust"}
 DEFINITION = re.compile(r"^(?:async def|def|class) ([a-zA-Z]\w*)", re.MULTILINE)
@@ -5054,6 +5055,7 @@ class Course:
         self.errors: list[str] | None = None  # what the last failure said, and how often it said that again
         self.same_failures = 0
         self.is_refused = False  # the last write was
+        self.check = next(iter(QUOTED_RUN.findall(prompt)), "")  # the command that shows whether it works
         self.vain = 0  # writes that changed nothing
         self.is_listed = self.has_run = self.is_unchecked = self.is_failing = self.is_unchanged = False
         self.is_misused = False  # the last command was given wrong arguments
@@ -5062,9 +5064,14 @@ class Course:
         self.suspects: list[str] = []
 
     @property
+    def carries_out(self) -> bool:
+        """Whether the work is what plan.txt or spec.txt says, and not what the prompt itself says of files."""
+        return not self.asked and (PLAN_FILE in self.texts or (SPEC_FILE in self.prompt and SPEC_FILE in self.texts))
+
+    @property
     def missing(self) -> list[str]:
-        """Files that the plan or its spec names and that are not there yet, while the plan is carried out."""
-        if self.kind != "work" or self.asked or PLAN_FILE not in self.texts:
+        """Files that the plan or its spec names and that are not there yet, while they are carried out."""
+        if self.kind != "work" or not self.carries_out:
             return []
         named = [name for file in PLAN_FILES for name in FILE_NAME.findall(self.texts.get(file, ""))]
         return [name for name in dict.fromkeys(named) if name not in self.present]
@@ -5125,7 +5132,8 @@ class Course:
             return
         sizes = SHOWN_OUTPUT if call.name == "run_shell_command" else SHOWN_FILE
         result = clip(message_text(answer), *sizes)
-        self._note(call.name, path or str(arguments.get("directory", "")), content, result)
+        place = path or str(arguments.get("directory") or arguments.get("command") or "")
+        self._note(call.name, place, content, result)
         self._say("user", "\n\n".join(filter(None, ["Result:\n" + result, self._advice()])))
 
     def fence(self, path: str) -> str:
@@ -5156,7 +5164,7 @@ class Course:
 
     def own_page(self, path: str) -> list[Message]:
         """The request for a changed file, on a fresh page: below what was said before a small model copies that."""
-        task = self.texts.get("spec.txt", "") if PLAN_FILE in self.texts and not self.asked else ""
+        task = self.texts.get(SPEC_FILE, "") if self.carries_out else ""
         if self.is_failing:
             names, failure = self.suspects, [f"The check failed:\n{self.failure}"]
             order = f"Say in one sentence what is wrong in {path}. Then give the corrected {path}"
@@ -5183,7 +5191,7 @@ class Course:
         return lines
 
     def _note(self, tool: str, path: str, content: str, result: str) -> None:
-        """Learn from one result."""
+        """Learn from one result; `path` is the command of a run."""
         self.last, failed = tool, result.startswith((f"{path}: ", "Denied:", NOT_EXECUTED, SKIPPED, CUT_OFF))
         self.is_refused = tool == "write_to_file" and not result.startswith("File written")
         if tool == "list_files":
@@ -5210,10 +5218,10 @@ class Course:
             is_new = not self.is_unchanged or self.is_failing
             self.is_unchecked = self.is_unchecked or (is_new and bool(PROGRAM.search(path)))
         elif tool == "run_shell_command":
-            self._note_run(result)
+            self._note_run(path, result)
         self.looks = self.looks + 1 if tool in ("list_files", "read_from_file") else 0
 
-    def _note_run(self, result: str) -> None:
+    def _note_run(self, command: str, result: str) -> None:
         status = STATUS_LINE.search(result)
         has_tests = any(TEST_FILE.search(name) for name in self.wrote)
         failed = bool(status and status[1] != "0") or (has_tests and bool(NO_TESTS.search(result)))
@@ -5221,6 +5229,8 @@ class Course:
         self.is_misused = bool(failed and USAGE.search(result)) and not self.is_repeated
         self.has_run, self.is_unchecked, self.is_unchanged = True, self.is_misused, False
         self.is_failing = failed and bool(programs) and not self.is_misused  # a search that finds nothing fails too
+        if self.is_failing or (failed and TRACEBACK_LINE.search(result)):
+            self.check = command
         if self.is_failing:
             self.mends += 1
             self.failure = result
@@ -5253,7 +5263,7 @@ class Course:
 
     def _task_again(self) -> str:
         """The task at the end, where a small model looks first; not that of a whole plan."""
-        return "" if PLAN_FILE in self.texts else f" The task was: {clip_to(self.prompt, 600)}"
+        return "" if self.carries_out else f" The task was: {clip_to(self.prompt, 600)}"
 
     def _advice(self) -> str:
         """What is added to a result: the next step, in few words."""
@@ -5273,7 +5283,7 @@ class Course:
             return f"Next: {self.unwritten[0]}."
         if self.last == "write_to_file" and self.is_unchecked:
             tests = any(TEST_FILE.search(name) for name in self.present)
-            return "Now check it: " + ("python3 -m unittest -v" if tests else "run it.")
+            return "Now check it: " + ("python3 -m unittest -v" if tests else self.check or "run it.")
         if self.is_failing and self.mends > MAX_MENDS:
             return "It still fails. Answer: what was made, what fails, and that help is needed."
         if self.is_failing and self.last == "run_shell_command":
@@ -5317,7 +5327,7 @@ class Course:
             if unread or not (self.is_listed or self.texts):  # a second look at the same brings nothing
                 looking["read_from_file"] = {"path": _one_of(unread) if unread else {"type": "string"}}
         writing = {"write_to_file": {"path": {"type": "string"}}}
-        others = [] if PLAN_FILE in self.texts else [name for name in self.texts if name not in self.wrote]
+        others = [] if self.carries_out else [name for name in self.texts if name not in (*self.wrote, *PLAN_FILES)]
         changing = {"write_to_file": {"path": _one_of(others)}} if others else {}
         running = {"run_shell_command": {"command": {"type": "string"}}}
         if self.is_search and not self.has_run:
@@ -5335,10 +5345,12 @@ class Course:
             first = {"write_to_file": {"path": _one_of(self.missing)}}
             return first if self.is_listed else {"list_files": {"depth": {"const": LISTED_DEPTH}}}, False
         if self.is_unchecked:
+            if self.check and self.wrote and not self.is_misused:  # the same again: else it runs what cannot fail
+                running = {"run_shell_command": {"command": {"const": self.check}}}
             return running | (writing if self.unwritten else changing), False
         if self.is_failing:
             return {} if self.mends > MAX_MENDS else {"write_to_file": {"path": _one_of(self.suspects[:1])}}, False
-        if PLAN_FILE in self.texts and not self.asked and self.wrote and self.last == "run_shell_command":
+        if self.carries_out and self.wrote and self.last == "run_shell_command":
             return {}, True  # the plan is carried out and checked
         if self.is_repeated:  # it would go on like that
             return (changing, True) if self.wrote else (writing, False)

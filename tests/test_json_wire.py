@@ -91,6 +91,12 @@ def test_go_ahead_writes_what_the_plan_names_and_does_not_touch_the_plan() -> No
     assert choices(taken)["write_to_file"]["path"]["enum"] == ["test_calc.py"]
 
 
+def test_a_spec_is_carried_out_also_without_a_plan() -> None:
+    spec = done("read_from_file", "Write account.py with a class Account.", path="spec.txt")
+    taken = course(agent.user_message("Do what spec.txt says."), *spec, *done("list_files", "spec.txt", depth="3"))
+    assert choices(taken) == {"write_to_file": {"path": {"type": "string", "enum": ["account.py"]}}}
+
+
 def test_what_was_written_is_run_before_it_is_praised() -> None:
     written = [*PLANNED, GO_AHEAD, *LISTED, *wrote("calc.py"), *wrote("test_calc.py")]
     assert list(choices(course(*written))) == ["run_shell_command"]
@@ -207,6 +213,18 @@ def test_no_tests_are_a_failure_only_where_tests_were_written() -> None:
     assert "The task was: Fix median" in course(*fixed).sent[-1]["content"]
     tested = [agent.user_message("Test stats.py."), *wrote("test_stats.py"), *ran(0, "Ran 0 tests in 0.000s\n\nOK")]
     assert "answer" not in choices(course(*tested))
+
+
+def test_what_failed_or_was_named_is_run_again_after_a_change() -> None:
+    prompt = agent.user_message("`python3 report.py` fails. Repair it.")
+    taken = course(prompt, *wrote("report.py"))
+    assert choices(taken) == {"run_shell_command": {"command": {"const": "python3 report.py"}}}
+    failed = done(
+        "run_shell_command", 'File "a.py", line 1\nTypeError: x\n[exit code 1, 0.1 s]', command="python3 a.py"
+    )
+    taken = course(agent.user_message("Fix a.py."), *failed, *wrote("a.py"))
+    assert choices(taken) == {"run_shell_command": {"command": {"const": "python3 a.py"}}}
+    assert "python3 a.py" in taken.sent[-1]["content"]
 
 
 def test_several_files_can_be_changed_before_anything_is_run() -> None:
