@@ -5327,7 +5327,8 @@ class Course:
             if unread or not (self.is_listed or self.texts):  # a second look at the same brings nothing
                 looking["read_from_file"] = {"path": _one_of(unread) if unread else {"type": "string"}}
         writing = {"write_to_file": {"path": {"type": "string"}}}
-        others = [] if self.carries_out else [name for name in self.texts if name not in (*self.wrote, *PLAN_FILES)]
+        is_wide = LEAVES_OUT.search(self.prompt) and not self.carries_out  # what leaves one file comes into another
+        others = [name for name in self.texts if name not in (*self.wrote, *PLAN_FILES)] if is_wide else []
         changing = {"write_to_file": {"path": _one_of(others)}} if others else {}
         running = {"run_shell_command": {"command": {"type": "string"}}}
         if self.is_search and not self.has_run:

@@ -232,6 +232,12 @@ def test_several_files_can_be_changed_before_anything_is_run() -> None:
     taken = course(agent.user_message("Rename calc to total in all files."), *read[0], *read[1], *wrote("a.py"))
     assert choices(taken)["write_to_file"]["path"]["enum"] == ["b.py"]
     assert "run_shell_command" in choices(taken)
+    once = [
+        agent.user_message("Convert a.csv to a.json."),
+        *done("read_from_file", "a,b\n", path="a.csv"),
+        *wrote("a.json"),
+    ]
+    assert set(choices(course(*once, *wrote("a.json")))) == {"answer"}, "what was only read is not to be changed"
 
 
 def test_a_write_that_changes_nothing_is_said_and_tried_otherwise() -> None:
