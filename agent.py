@@ -5056,6 +5056,7 @@ class Course:
         self.same_failures = 0
         self.is_refused = False  # the last write was
         self.check = next(iter(QUOTED_RUN.findall(prompt)), "")  # the command that shows whether it works
+        self.output = ""  # what the last command printed, if it ended well
         self.vain = 0  # writes that changed nothing
         self.is_listed = self.has_run = self.is_unchecked = self.is_failing = self.is_unchanged = False
         self.is_misused = False  # the last command was given wrong arguments
@@ -5158,9 +5159,10 @@ class Course:
         return f"The whole content of {path}, complete and just as the task says, in one code block:"
 
     def has_own_page(self, path: str) -> bool:
-        """Whether a file is asked for on a page of its own: one that is to be changed."""
+        """Whether a file is asked for on a page of its own: one to be changed, or to hold what a command found."""
         is_known = bool(self.texts.get(path, "").strip()) and path not in PLAN_FILES
-        return self.is_failing or (is_known and self.kind == "work")
+        is_made_of_output = bool(self.output) and not PROGRAM.search(path) and path not in PLAN_FILES
+        return self.is_failing or (self.kind == "work" and (is_known or is_made_of_output))
 
     def own_page(self, path: str) -> list[Message]:
         """The request for a changed file, on a fresh page: below what was said before a small model copies that."""
@@ -5169,9 +5171,12 @@ class Course:
             names, failure = self.suspects, [f"The check failed:\n{self.failure}"]
             order = f"Say in one sentence what is wrong in {path}. Then give the corrected {path}"
         else:
-            names, failure = [name for name in self.texts if name not in (path, *PLAN_FILES)][-3:], []
+            names = [name for name in self.texts if name not in (path, *PLAN_FILES)][-3:]
+            failure = [f"A command has shown:\n{self.output}"] if self.output else []
             order = f"Say in one sentence what has to change in {path} for that. Then give the changed {path}"
-        files = [f"{name}:\n{self.fence(name)}{self.texts.get(name, '')}```" for name in dict.fromkeys([*names, path])]
+            order = order if path in self.texts else f"Give the content of {path}"
+        shown = dict.fromkeys([*names, *([path] if path in self.texts else [])])
+        files = [f"{name}:\n{self.fence(name)}{self.texts.get(name, '')}```" for name in shown]
         text = "\n\n".join(
             [f"The task: {task or self.prompt}", *files, *failure, f"{order}, complete, in one code block."]
         )
@@ -5229,6 +5234,7 @@ class Course:
         self.is_misused = bool(failed and USAGE.search(result)) and not self.is_repeated
         self.has_run, self.is_unchecked, self.is_unchanged = True, self.is_misused, False
         self.is_failing = failed and bool(programs) and not self.is_misused  # a search that finds nothing fails too
+        self.output = "" if failed else result[: status.start()].strip() if status else ""
         if self.is_failing or (failed and TRACEBACK_LINE.search(result)):
             self.check = command
         if self.is_failing:

@@ -522,6 +522,23 @@ def test_a_known_file_is_changed_on_a_page_of_its_own(
     )
 
 
+def test_what_a_command_found_is_asked_for_on_a_page_with_it(
+    server: Server, converse: Converse, workspace: Path
+) -> None:
+    (workspace / "a.txt").write_text("OLD_NAME\n")
+    fake = server(
+        call("run_shell_command", command="grep -rn OLD_NAME ."),
+        call("write_to_file", path="found.txt"),
+        verbatim("```\n./a.txt\n```"),
+        text("Done."),
+        allow=[PREFILL],
+    )
+    assert converse(fake, api="json").send("Write all files with OLD_NAME to found.txt.").reason == "done"
+    page = fake.requests[2].body["messages"]
+    assert len(page) == 2 and "./a.txt:1:OLD_NAME" in page[1]["content"]
+    assert (workspace / "found.txt").read_text() == "./a.txt\n"
+
+
 def test_each_request_extends_the_one_before(server: Server, converse: Converse, workspace: Path) -> None:
     (workspace / "a.py").write_text("x = 1\n")
     fake = server(
