@@ -4952,6 +4952,7 @@ SEARCH = re.compile(
 )
 LEAVES_OUT = re.compile(r"\b(?:move|remov|delet|renam|drop)\w*\b", re.I)
 QUOTED_RUN = re.compile(r"`((?:python3?|node|bash|sh|pytest|make|go|cargo|npm|\./)[^`\n]*)`")
+NO_FILE = re.compile(r"No such file or directory: '([^'\n]+)'")
 USAGE = re.compile(r"^usage: ", re.I | re.M)
 LANGUAGES = {"py": "python", "js": "javascript", "ts": "typescript", "sh": "bash", "md": "markdown", "rs": "rust"}
 DEFINITION = re.compile(r"^(?:async def|def|class) ([a-zA-Z]\w*)", re.MULTILINE)
@@ -5231,7 +5232,8 @@ class Course:
         has_tests = any(TEST_FILE.search(name) for name in self.wrote)
         failed = bool(status and status[1] != "0") or (has_tests and bool(NO_TESTS.search(result)))
         programs = [name for name in self.wrote if PROGRAM.search(name)]
-        self.is_misused = bool(failed and USAGE.search(result)) and not self.is_repeated
+        not_there = any(name in command for name in NO_FILE.findall(result))
+        self.is_misused = failed and not self.is_repeated and (not_there or bool(USAGE.search(result)))
         self.has_run, self.is_unchecked, self.is_unchanged = True, self.is_misused, False
         self.is_failing = failed and bool(programs) and not self.is_misused  # a search that finds nothing fails too
         self.output = "" if failed else result[: status.start()].strip() if status else ""
@@ -5282,7 +5284,8 @@ class Course:
         if self.kind == "question":
             return KNOW_ENOUGH
         if self.is_misused:
-            return "It needs other arguments. Run it with them."
+            files = ", ".join(sorted(self.present - set(self.wrote))[:20])
+            return f"It needs other arguments. Run it with them.{f' Files there are: {files}.' if files else ''}"
         if self.missing:
             return f"Now write {self.missing[0]}."
         if self.last == "write_to_file" and self.wrote and self.unwritten:

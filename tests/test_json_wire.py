@@ -204,6 +204,11 @@ def test_a_command_that_was_given_wrong_arguments_says_nothing_about_the_program
     misused = [*written, *ran(2, "usage: count.py [-h] file\ncount.py: error: the following arguments are required")]
     assert set(choices(course(*misused))) == {"run_shell_command"}
     assert "other arguments" in course(*misused).sent[-1]["content"]
+    no_file = "FileNotFoundError: [Errno 2] No such file or directory: 'x.txt'\n[exit code 1, 0.1 s]"
+    misused = [*written, *done("run_shell_command", no_file, command="python3 count.py x.txt")]
+    assert set(choices(course(*misused))) == {"run_shell_command"}
+    failing = [*written, *done("run_shell_command", no_file, command="python3 count.py")]
+    assert set(choices(course(*failing))) == {"write_to_file"}, "it opens that file by itself"
     assert "answer" in choices(course(*misused, *done("run_shell_command", "[exit code 0, 0.1 s]", command="x")))
 
 
