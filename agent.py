@@ -9312,7 +9312,7 @@ def _describe_step(runtime: Runtime, direction: str, change: Change, restored: R
     done, kept = restored.done, restored.kept
     prompts = [text for index, text in prompts_of(runtime.agent.messages) if index < change.messages]
     of = f' of the turn "{one_line(prompts[-1], 60)}"' if prompts and change.why == "turn" else ""
-    lines = [f"{direction}: {len(done)} paths{of} are as they were before", *(f"  {path}" for path in done[:20])]
+    lines = [f"{direction}: {_count(done, 'path')} put back{of}", *(f"  {path}" for path in done[:20])]
     if len(done) > 20:
         lines.append(f"  ... and {len(done) - 20} more")
     if change.after is None:
@@ -9338,8 +9338,9 @@ async def _step(runtime: Runtime, direction: str, rest: str) -> str:
         return f"no {direction}: {exc}"
     if restored.done:
         names = ", ".join(one_line(path, 80) for path in restored.done[:20])
+        names += ", ..." if len(restored.done) > 20 else ""
         what = "took back your changes to" if direction == "undo" else "brought back your changes to"
-        runtime.emit(runtime.agent.note(f"The user {what} {len(restored.done)} paths, among them: {names}"))
+        runtime.emit(runtime.agent.note(f"The user {what} {_count(restored.done, 'path')}: {names}"))
     return _describe_step(runtime, direction, change, restored)
 
 

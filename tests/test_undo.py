@@ -187,7 +187,7 @@ def test_undo_takes_back_a_whole_turn_and_redo_brings_it_again(
     assert seen(workspace) == before
     assert "/redo takes this back" in said
     assert "no undo: there is nothing to undo" in conversation.command("/undo")
-    assert "paths are as they were before" in conversation.command("/redo")
+    assert "put back" in conversation.command("/redo")
     assert seen(workspace) == after
     conversation.command("/undo")
     assert seen(workspace) == before
