@@ -5375,7 +5375,8 @@ class OpenCall(NamedTuple):
     thought: str
     call: ToolCall
     is_begun: bool
-    old: str  # a module whose definitions are kept where the new one lacks them
+    present: str  # what the file holds now
+    is_kept: bool  # definitions of a module are kept where the new one lacks them
 
 
 class JsonReader(ChatReader):
@@ -5424,8 +5425,11 @@ class JsonReader(ChatReader):
         assert self._open_call
         call = self._open_call.call
         arguments = json.loads(call.arguments)
-        content = code_block(self.text, str(arguments.get("path")), self._open_call.is_begun)
-        arguments["content"] = put_back(self._open_call.old, content) if self._open_call.old else content
+        opened = self._open_call
+        content = code_block(self.text, str(arguments.get("path")), opened.is_begun)
+        if not opened.is_begun and "```" not in self.text and opened.present:
+            content = opened.present  # it only talked about it
+        arguments["content"] = put_back(opened.present, content) if opened.is_kept else content
         return dataclasses.replace(call, arguments=json.dumps(arguments, ensure_ascii=False))
 
 
@@ -5461,8 +5465,9 @@ class JsonWire:
             call = message_calls(messages[-1])[0]
             path = str(json.loads(call.arguments).get("path"))
             is_own = course.has_own_page(path)
-            old = course.texts.get(path, "") if is_own and course.keeps_what_is_left_out(path) else ""
-            self._open_call = OpenCall(message_text(messages[-1]), call, not is_own, old)
+            is_kept = is_own and course.keeps_what_is_left_out(path)
+            present = course.texts.get(path, "")
+            self._open_call = OpenCall(message_text(messages[-1]), call, not is_own, present, is_kept)
             sent = course.own_page(path) if is_own else [*course.sent, assistant_message(course.fence(path))]
             body |= {"messages": sent, "max_tokens": TEXT_TOKENS}
         elif tools:

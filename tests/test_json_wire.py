@@ -527,6 +527,25 @@ def test_a_known_file_is_changed_on_a_page_of_its_own(
     )
 
 
+def test_talk_about_a_change_is_no_change(server: Server, converse: Converse, workspace: Path) -> None:
+    (workspace / "a.py").write_text("x = 1\n")
+    fake = server(
+        call("read_from_file", path="a.py"),
+        call("write_to_file", path="a.py"),
+        text("The issue in a.py is that x should be 2."),
+        call("write_to_file", path="a.py"),
+        text("x must be 2.\n```python\nx = 2\n```"),
+        call("run_shell_command", command="python3 a.py"),
+        text("Done."),
+        allow=[PREFILL],
+    )
+    seen: list[str] = []
+    conversation = converse(fake, api="json")
+    end = conversation.send("Set x to 2 in a.py.", lambda event: seen.append((workspace / "a.py").read_text()))
+    assert end.reason == "done"
+    assert set(seen) == {"x = 1\n", "x = 2\n"}
+
+
 def test_what_a_command_found_is_asked_for_on_a_page_with_it(
     server: Server, converse: Converse, workspace: Path
 ) -> None:
