@@ -123,8 +123,9 @@ def test_killed_at_random_moments_nothing_acknowledged_is_lost(victims: Victims,
 
 
 @pytest.mark.slow
-def test_killed_at_300_random_moments(victims: Victims, workspace: Path) -> None:
-    kill_often(victims, workspace, 300, seed=2)
+@pytest.mark.timeout(900)  # four minutes beside other work
+def test_killed_at_1000_random_moments(victims: Victims, workspace: Path) -> None:
+    kill_often(victims, workspace, 1000, seed=2)
 
 
 # --- Cutting ---------------------------------------------------------------------
