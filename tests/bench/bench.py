@@ -620,7 +620,7 @@ def resume_row(bench: Bench) -> list[Sample]:
     """Headless start of a session of very many messages, above that of a short one."""
     with Server(1, "yes 'a line of output' | head -c 400") as server:
         home = Home(bench, server.base_url)
-        argv = [*home.agent, *FREE, "-p", "hi"]
+        argv = [*home.agent, *FREE, "--context_window", "100000000", "-p", "hi"]  # nothing is to be compacted
         run(argv, home)
         fresh = run(argv, home)
         short = server.seen()[-1]["arrived"] - fresh.started
