@@ -4946,10 +4946,11 @@ TEST_FILE = re.compile(r"(^|/)(test_\w+|\w+_test)\.py$")
 NAME = re.compile(r"(?<!\bto )\b(?:[A-Z][A-Z0-9_]{3,}|[A-Za-z][a-z0-9]*(?:_[a-z0-9]+)+)\b")  # can be searched for
 CALLED = re.compile(r"\b(?:function|method|class|variable|word) (\w+)(?: to\b| in\b|[.,]|$)")
 SEARCH = re.compile(
-    r"\b(?:find|search|look for|where|which|list)\b.*\b(?:files?|places?|uses?|functions?|lines?)\b|everywhere"
-    r"|\b(?:all|every|each)(?: the)? (?:files?|uses?|places?|modules?)\b",
-    re.I | re.S,
+    r"\b(?:find|search|look for|where|which|list)\b.*\b(?:files?|places?|uses?|functions?|lines?)\b", re.I | re.S
 )
+PATHS_WANTED = re.compile(r"\bfiles?\b.*\b(?:contain|hold|mention|use|with|have|import|call)\w*\b", re.I | re.S)
+EVERYWHERE = re.compile(r"\beverywhere\b|\b(?:all|every|each)(?: the)? (?:files?|uses?|places?|modules?)\b", re.I)
+FOUND = re.compile(r"^(?:\./)?([^\s:]+):\d+:", re.MULTILINE)  # a line of grep -n
 LEAVES_OUT = re.compile(r"\b(?:move|remov|delet|renam|drop)\w*\b", re.I)
 QUOTED_RUN = re.compile(r"`((?:python3?|node|bash|sh|pytest|make|go|cargo|npm|\./)[^`\n]*)`")
 NO_FILE = re.compile(r"No such file or directory: '([^'\n]+)'")
@@ -4960,7 +4961,7 @@ TRACEBACK_LINE = re.compile(r'File "([^"\n]+)", line \d+')
 COMPARED_ERROR = re.compile(r"\bassert(?!Raises)\w+\(.*\b[A-Z]\w*Error\)$", re.MULTILINE)  # as if it were a result
 ERROR_LINE = re.compile(r"^\w*(?:Error|Exception)\b.*$", re.MULTILINE)
 STATUS_LINE = re.compile(r"^\[exit code (\d+)", re.MULTILINE)
-KNOW_ENOUGH = "If you know enough, answer."
+KNOW_ENOUGH = "If you know enough, answer, with the names of functions and files that it is about."
 LISTED_DEPTH = 3  # levels of the tree that a listing shows
 MAX_LOOKS = 6  # calls that only look before something must be done
 MAX_MENDS = 6  # failed attempts to mend before the model may say that it failed
@@ -5049,7 +5050,8 @@ class Course:
         self.names = [
             name for name in NAME.findall(prompt) + CALLED.findall(prompt) if name not in FILE_NAME.findall(prompt)
         ]
-        self.is_search = bool(self.names and self.kind != "plan" and SEARCH.search(prompt))
+        self.sought, self.search = self._search_for(prompt)  # a name, and the command that is to be run first
+        self.hits: list[str] = []  # files that it found, where their text matters
         self.looks = self.mends = 0  # calls that only looked in a row; mends that failed
         self.last = ""  # the last tool
         self.wrote: list[str] = []
@@ -5064,6 +5066,27 @@ class Course:
         self.is_repeated = False  # the last call was made before, and nothing has changed since
         self._made: set[str] = set()  # the calls since the last change
         self.suspects: list[str] = []
+
+    def _search_for(self, prompt: str) -> tuple[str, str]:
+        """(the name to be found, the command that finds it), both "" when nothing is to be found."""
+        for sentence in re.split(r"(?<=[.!?;])\s+", prompt) if self.kind != "plan" else []:
+            name = next((name for name in self.names if name in sentence), "")
+            if name and PATHS_WANTED.search(sentence) and SEARCH.search(sentence):
+                return name, f"grep -rlwI {name} . | sort"
+            if name and (SEARCH.search(sentence) or EVERYWHERE.search(sentence)):
+                return name, f"grep -rnwI {name} ."
+        return "", ""
+
+    @property
+    def unread_hits(self) -> list[str]:
+        """Files that were found and whose text is not known."""
+        return [name for name in self.hits if name not in self.texts and name not in self.absent]
+
+    @property
+    def unchanged_hits(self) -> list[str]:
+        """Files that were found, and are to be changed because the prompt says so of all."""
+        is_wide = self.kind == "work" and EVERYWHERE.search(self.prompt)
+        return [name for name in self.hits if name not in (*self.wrote, *self.absent)] if is_wide else []
 
     @property
     def carries_out(self) -> bool:
@@ -5237,6 +5260,8 @@ class Course:
         self.has_run, self.is_unchecked, self.is_unchanged = True, self.is_misused, False
         self.is_failing = failed and bool(programs) and not self.is_misused  # a search that finds nothing fails too
         self.output = "" if failed else result[: status.start()].strip() if status else ""
+        if self.search:
+            self._note_search()
         if self.is_failing or (failed and TRACEBACK_LINE.search(result)):
             self.check = command
         if self.is_failing:
@@ -5246,6 +5271,15 @@ class Course:
             self.same_failures = self.same_failures + 1 if errors == self.errors else 0
             self.errors = errors
             self.suspects = self._ranked(list(dict.fromkeys(programs)), result)
+
+    def _note_search(self) -> None:
+        """After the search: what it found is to be read; when that is nothing, the name may be made of parts."""
+        parts = sorted(re.findall(r"[A-Za-z0-9]+", self.sought), key=len)
+        part = f"grep -rnI {parts[-1]} ." if len(parts) > 1 and not self.output else ""
+        self.search = part if part != self.search else ""
+        found = [name for name in dict.fromkeys(FOUND.findall(self.output)) if not name.startswith(".git/")]
+        self.hits = found if len(found) <= MAX_LOOKS else []
+        self.present |= set(self.hits)
 
     def _ranked(self, files: list[str], output: str) -> list[str]:
         """The files that may be to blame for a failure, the likeliest first."""
@@ -5265,8 +5299,8 @@ class Course:
         """What is added to the prompt."""
         if self.missing:
             return f"Carry out {PLAN_FILE}. Files to write: {', '.join(self.missing)}."
-        if self.is_search:
-            return f"Search first: grep -rn {self.names[0]} ."
+        if self.search:
+            return f"Search first: {self.search}"
         return KNOW_ENOUGH if self.kind == "question" else ""
 
     def _task_again(self) -> str:
@@ -5281,13 +5315,17 @@ class Course:
             return (
                 f"Now write the plan, in numbered steps, to {PLAN_FILE}. No code." if self.last != "list_files" else ""
             )
+        if self.search:
+            return f"Nothing was found. The name may be made of parts. Search for one: {self.search}"
         if self.kind == "question":
-            return KNOW_ENOUGH
+            return "" if self.unread_hits else KNOW_ENOUGH
         if self.is_misused:
             files = ", ".join(sorted(self.present - set(self.wrote))[:20])
             return f"It needs other arguments. Run it with them.{f' Files there are: {files}.' if files else ''}"
         if self.missing:
             return f"Now write {self.missing[0]}."
+        if self.hits and not self.unread_hits and self.unchanged_hits:
+            return f"Next: {self.unchanged_hits[0]}. The task: {clip_to(self.prompt, 600)}"
         if self.last == "write_to_file" and self.wrote and self.unwritten:
             return f"Next: {self.unwritten[0]}."
         if self.last == "write_to_file" and self.is_unchecked:
@@ -5340,8 +5378,10 @@ class Course:
         others = [name for name in self.texts if name not in (*self.wrote, *PLAN_FILES)] if is_wide else []
         changing = {"write_to_file": {"path": _one_of(others)}} if others else {}
         running = {"run_shell_command": {"command": {"type": "string"}}}
-        if self.is_search and not self.has_run:
+        if self.search:
             return running, False
+        if self.unread_hits:
+            return {"read_from_file": {"path": _one_of(self.unread_hits)}}, False
         if self.kind == "question":
             return {} if self.is_repeated else looking | ({} if self.has_run else running), True
         if self.kind == "plan":
@@ -5351,6 +5391,8 @@ class Course:
             return plan | (looking if unread else {}) if self.texts else looking or plan, False
         if self.is_refused:
             return looking | writing | running, True
+        if self.unchanged_hits:
+            return {"write_to_file": {"path": _one_of(self.unchanged_hits[:1])}}, False
         if self.missing:
             first = {"write_to_file": {"path": _one_of(self.missing)}}
             return first if self.is_listed else {"list_files": {"depth": {"const": LISTED_DEPTH}}}, False

@@ -309,17 +309,61 @@ def test_a_plan_that_is_pinned_at_a_restart_is_not_the_prompt() -> None:
     assert "answer" in choices(taken)
 
 
+def searched(prompt: str, *answers: tuple[str, str]) -> Any:
+    """The course after these commands and what they printed."""
+    runs = [
+        done("run_shell_command", f"{out}[exit code {0 if out else 1}, 0.1 s]", command=cmd) for cmd, out in answers
+    ]
+    return course(agent.user_message(prompt), *itertools.chain(*runs))
+
+
 def test_what_is_to_be_found_is_searched_for_first() -> None:
     """A small model names what it has seen of the tree, not what holds the word."""
-    for prompt in ("List all files that use OLD_NAME in found.txt.", "Which function reads OLD_NAME?"):
-        taken = course(agent.user_message(prompt))
+    for prompt, command in (
+        ("List all files that use OLD_NAME in found.txt.", "grep -rlwI OLD_NAME . | sort"),
+        ("Which function reads OLD_NAME?", "grep -rnwI OLD_NAME ."),
+        ("Rename the function calc to total_price in all files.", "grep -rnwI calc ."),
+    ):
+        taken = searched(prompt)
         assert set(choices(taken)) == {"run_shell_command"}
-        assert "grep -rn OLD_NAME ." in taken.sent[-1]["content"]
-        found = done("run_shell_command", "a.py:1: OLD_NAME\n[exit code 0, 0.1 s]", command="grep -rn OLD_NAME .")
-        assert len(choices(course(agent.user_message(prompt), *found))) > 1
-    renaming = course(agent.user_message("Rename the function calc to total_price in all files."))
-    assert "grep -rn calc ." in renaming.sent[-1]["content"]
+        assert command in taken.sent[-1]["content"]
     assert "list_files" in choices(course(agent.user_message("Write a function double in calc.py.")))
+    talk = course(agent.user_message("Remember the word HELIO_TROPE. Now list the files here."))
+    assert "list_files" in choices(talk), "what is to be listed is not what is to be found"
+
+
+def test_what_a_search_found_is_read_before_a_question_is_answered() -> None:
+    """The line of a hit does not say in which function it stands."""
+    prompt, command = "Which function reads OLD_NAME?", "grep -rnwI OLD_NAME ."
+    taken = searched(prompt, (command, "./shop/a.py:7: OLD_NAME\n./.git/index:1: OLD_NAME\n"))
+    assert choices(taken) == {"read_from_file": {"path": {"type": "string", "enum": ["shop/a.py"]}}}
+    many = "".join(f"./f{n}.py:1: OLD_NAME\n" for n in range(30))
+    assert "answer" in choices(searched(prompt, (command, many))), "not when there are many"
+    paths = "List all files that use OLD_NAME in found.txt."
+    assert "write_to_file" in choices(searched(paths, ("grep -rlwI OLD_NAME . | sort", "./a.py\n./b.py\n")))
+
+
+def test_a_name_that_is_not_found_is_searched_for_by_its_longest_part() -> None:
+    prompt = "Which function reads SHOP_TIMEZONE?"
+    once = searched(prompt, ("grep -rnwI SHOP_TIMEZONE .", ""))
+    assert set(choices(once)) == {"run_shell_command"}
+    assert "grep -rnI TIMEZONE ." in once.sent[-1]["content"]
+    twice = searched(prompt, ("grep -rnwI SHOP_TIMEZONE .", ""), ("grep -rnI TIMEZONE .", ""))
+    assert "list_files" in choices(twice)
+    assert "answer" in choices(twice)
+
+
+def test_what_is_to_be_changed_everywhere_is_changed_in_each_file_that_was_found() -> None:
+    prompt, command = "Rename the function calc to total_price in all files.", "grep -rnwI calc ."
+    messages = searched(prompt, (command, "./a.py:1:def calc():\n./b.py:2:calc()\n./b.py:3:calc()\n"))
+    assert choices(messages)["read_from_file"]["path"]["enum"] == ["a.py", "b.py"]
+    run = done("run_shell_command", "./a.py:1:def calc()\n./b.py:2:calc()\n[exit code 0, 0.1 s]", command=command)
+    read = [*done("read_from_file", "def calc(): pass", path="a.py"), *done("read_from_file", "calc()", path="b.py")]
+    begun = [agent.user_message(prompt), *run, *read]
+    assert choices(course(*begun)) == {"write_to_file": {"path": {"type": "string", "enum": ["a.py"]}}}
+    half = [*begun, *wrote("a.py", "def total_price(): pass\n")]
+    assert choices(course(*half)) == {"write_to_file": {"path": {"type": "string", "enum": ["b.py"]}}}
+    assert "run_shell_command" in choices(course(*half, *wrote("b.py", "total_price()\n")))
 
 
 def test_a_refused_write_leads_to_a_second_look() -> None:
