@@ -4901,7 +4901,8 @@ class PrintedCallGate:
 # block. And the schema steers: what good work does next (look, write what is missing, run it, mend what fails,
 # answer) follows from the transcript alone. That costs no token, and what was sent before never changes, so the
 # server's prefix cache holds: for the embedded model on two cores 1,000 tokens read again are 15 seconds lost.
-# Not covered: replacing a part of a large file, several calls in one reply.
+# Not covered: replacing a part of a large file, several calls in one reply, a file with 30 equal lines in a row (it
+# is taken for a model that has begun to repeat itself).
 
 GUIDE = """\
 You are a careful programmer. You work in the user's directory, step by step, with tools.
@@ -4961,7 +4962,9 @@ TRACEBACK_LINE = re.compile(r'File "([^"\n]+)", line \d+')
 COMPARED_ERROR = re.compile(r"\bassert(?!Raises)\w+\(.*\b[A-Z]\w*Error\)$", re.MULTILINE)  # as if it were a result
 ERROR_LINE = re.compile(r"^\w*(?:Error|Exception)\b.*$", re.MULTILINE)
 STATUS_LINE = re.compile(r"^\[exit code (\d+)", re.MULTILINE)
+RUNAWAY = re.compile(r"(?:\A|\n)((?:[^\n]+\n){1,3}?)\1{29}[^\n]*\Z")  # the same lines 30 times: it would go on so
 KNOW_ENOUGH = "If you know enough, answer, with the names of functions and files that it is about."
+RUNAWAY_TAIL = 8000  # characters in which that is looked for
 LISTED_DEPTH = 3  # levels of the tree that a listing shows
 MAX_LOOKS = 6  # calls that only look before something must be done
 MAX_MENDS = 6  # failed attempts to mend before the model may say that it failed
@@ -5055,6 +5058,7 @@ class Course:
         self.looks = self.mends = 0  # calls that only looked in a row; mends that failed
         self.last = ""  # the last tool
         self.wrote: list[str] = []
+        self.read: list[str] = []
         self.errors: list[str] | None = None  # what the last failure said, and how often it said that again
         self.same_failures = 0
         self.is_refused = False  # the last write was
@@ -5150,8 +5154,9 @@ class Course:
         self._made.add(made)
         content = str(arguments.get("content", ""))
         if "content" in arguments:
+            is_cut = answer is not None and message_text(answer).startswith(CUT_OFF)
             self._say("user", self.content_request(path))
-            self._say("assistant", f"{self.fence(path)}{content}```")
+            self._say("assistant", f"{self.fence(path)}{clip_to(content, 300) if is_cut else content}```")
         if answer is None:  # the text of the file is still to be asked for
             self._say("user", self.content_request(path))
             return
@@ -5185,8 +5190,8 @@ class Course:
     def has_own_page(self, path: str) -> bool:
         """Whether a file is asked for on a page of its own: one to be changed, or to hold what a command found."""
         is_known = bool(self.texts.get(path, "").strip()) and path not in PLAN_FILES
-        is_made_of_output = bool(self.output) and not PROGRAM.search(path) and path not in PLAN_FILES
-        return self.is_failing or (self.kind == "work" and (is_known or is_made_of_output))
+        has_source = bool(self.output or self.read) and not PROGRAM.search(path) and path not in PLAN_FILES
+        return self.is_failing or (self.kind == "work" and (is_known or has_source))
 
     def own_page(self, path: str) -> list[Message]:
         """The request for a changed file, on a fresh page: below what was said before a small model copies that."""
@@ -5195,7 +5200,8 @@ class Course:
             names, failure = self.suspects, [f"The check failed:\n{self.failure}"]
             order = f"Say in one sentence what is wrong in {path}. Then give the corrected {path}"
         else:
-            names = [name for name in self.texts if name not in (path, *PLAN_FILES)][-3:]
+            others = [name for name in self.texts if name not in (path, *PLAN_FILES)]
+            names = ([name for name in others if name in (*self.read, *self.wrote, *self.asked)] or others)[-3:]
             failure = [f"A command has shown:\n{self.output}"] if self.output else []
             order = f"Say in one sentence what has to change in {path} for that. Then give the changed {path}"
             order = order if path in self.texts else f"Give the content of {path}"
@@ -5223,6 +5229,7 @@ class Course:
         """Learn from one result; `path` is the command of a run."""
         self.last, failed = tool, result.startswith((f"{path}: ", "Denied:", NOT_EXECUTED, SKIPPED, CUT_OFF))
         self.is_refused = tool == "write_to_file" and not result.startswith("File written")
+        self.vain += result.startswith(CUT_OFF)
         if tool == "list_files":
             self.is_listed = True
             folder = "" if path in ("", ".") else path.rstrip("/") + "/"
@@ -5234,6 +5241,7 @@ class Course:
             self.absent.add(path)
         elif tool == "read_from_file":
             self.present.add(path)
+            self.read.append(path)
             self.texts[path] = result
         elif self.is_refused:  # perhaps it has changed on disk: it is to be read again
             self.texts.pop(path, None)
@@ -5430,7 +5438,11 @@ class JsonReader(ChatReader):
 
     def feed(self, event: dict[str, Any]) -> list[Delta]:
         """Take one decoded chunk; the JSON is not for the eye, a file's text is a sign of life."""
-        return self._shown(super().feed(event))
+        deltas = [] if self.finished else super().feed(event)
+        if self._open_call and deltas and RUNAWAY.search(self.text[-RUNAWAY_TAIL:]):
+            self._finish = "length"
+            self.complete = self.finished = True
+        return self._shown(deltas)
 
     def end(self) -> list[Delta]:
         """What was held back, then the thought or the answer as one piece."""

@@ -520,7 +520,7 @@ def test_a_file_is_asked_for_as_a_code_block(server: Server, converse: Converse,
 def test_a_mend_on_a_fresh_page_is_not_taken_for_a_server_that_drops_the_front(
     server: Server, converse: Converse, workspace: Path
 ) -> None:
-    code = "import sys\n" + "# what a program says of itself\n" * 50
+    code = "import sys\n" + "".join(f"# what a program says of itself in line {n}\n" for n in range(40))
     fake = server(
         call("list_files"),
         call("write_to_file", path="a.py"),
@@ -588,6 +588,51 @@ def test_talk_about_a_change_is_no_change(server: Server, converse: Converse, wo
     end = conversation.send("Set x to 2 in a.py.", lambda event: seen.append((workspace / "a.py").read_text()))
     assert end.reason == "done"
     assert set(seen) == {"x = 1\n", "x = 2\n"}
+
+
+def test_a_text_that_repeats_itself_for_ever_is_cut_off_and_tried_otherwise(
+    server: Server, converse: Converse, workspace: Path
+) -> None:
+    """What a small model falls into: thousands of times the same lines, for minutes."""
+    (workspace / "in.txt").write_text("part 0\n")
+    lines = "So it goes.\nAnd on.\n" * 3000
+    fake = server(
+        call("write_to_file", path="out.txt"), fence("Once.\n" + lines), call("write_to_file", path="out.txt"),
+        fence("part0\n"), text("Done."), allow=[PREFILL],
+    )  # fmt: skip
+    conversation = converse(fake, api="json")
+    assert conversation.send("Write the word part0 into out.txt.").reason == "done"
+    assert (workspace / "out.txt").read_text() == "part0\n"
+    calls = [call for message in conversation.messages for call in agent.message_calls(message)]
+    assert 0 < calls[0].arguments.count("And on.") < 100
+    again = fake.requests[2].body
+    assert again["temperature"] > fake.requests[0].body["temperature"]
+    assert str(again["messages"]).count("And on.") < 20, "it is not shown what to go on with"
+
+
+def test_a_table_with_equal_lines_is_no_runaway(server: Server, converse: Converse, workspace: Path) -> None:
+    rows = "0,0\n" * 25 + "1,0\n" * 25
+    fake = server(call("write_to_file", path="grid.csv"), fence(rows), text("Done."), allow=[PREFILL])
+    assert converse(fake, api="json").send("Write grid.csv.").reason == "done"
+    assert (workspace / "grid.csv").read_text() == rows
+
+
+def test_a_text_that_is_made_of_a_file_is_asked_for_on_a_page_with_it(
+    server: Server, converse: Converse, workspace: Path
+) -> None:
+    for name in ("other.txt", "in.txt"):
+        (workspace / name).write_text(f"in {name}\n")
+    fake = server(
+        call("read_from_file", path="other.txt"), text("It says so."),
+        call("read_from_file", path="in.txt"), call("write_to_file", path="out.txt"), verbatim("in"), text("Done."),
+        allow=[PREFILL],
+    )  # fmt: skip
+    conversation = converse(fake, api="json")
+    conversation.send("What does other.txt say?")
+    assert conversation.send("Write the first word of in.txt to out.txt.").reason == "done"
+    page = fake.requests[4].body["messages"]
+    assert len(page) == 2 and "in in.txt" in page[1]["content"] and "in other.txt" not in page[1]["content"]
+    assert (workspace / "out.txt").read_text() == "in\n"
 
 
 def test_what_a_command_found_is_asked_for_on_a_page_with_it(
