@@ -5064,6 +5064,7 @@ class Course:
         self.is_refused = False  # the last write was
         self.check = next(iter(QUOTED_RUN.findall(prompt)), "")  # the command that shows whether it works
         self.output = ""  # what the last command printed, if it ended well
+        self.silent_runs = 0  # runs of what was written that ended well and printed nothing
         self.vain = 0  # writes that changed nothing
         self.is_listed = self.has_run = self.is_unchecked = self.is_failing = self.is_unchanged = False
         self.is_misused = False  # the last command was given wrong arguments
@@ -5109,6 +5110,11 @@ class Course:
     def unwritten(self) -> list[str]:
         """Files that the prompt names and that are not there yet."""
         return [name for name in self.asked if name not in self.present and name not in self.wrote]
+
+    @property
+    def shows_nothing(self) -> bool:
+        """Whether the only proof so far is that a module with functions could be loaded."""
+        return self.silent_runs == 1 and self.last == "run_shell_command" and not self.output and not self.is_failing
 
     @property
     def temperature(self) -> float:
@@ -5268,6 +5274,7 @@ class Course:
         self.has_run, self.is_unchecked, self.is_unchanged = True, self.is_misused, False
         self.is_failing = failed and bool(programs) and not self.is_misused  # a search that finds nothing fails too
         self.output = "" if failed else result[: status.start()].strip() if status else ""
+        self.silent_runs += not failed and not self.output and bool(self._imports()) and not has_tests
         if self.search:
             self._note_search()
         if self.is_failing or (failed and TRACEBACK_LINE.search(result)):
@@ -5343,6 +5350,11 @@ class Course:
             return "It still fails. Answer: what was made, what fails, and that help is needed."
         if self.is_failing and self.last == "run_shell_command":
             return f"It failed. What is wrong in {self.suspects[0]}? Say it in the thought, then write it corrected."
+        if self.shows_nothing:
+            line = self._imports().strip().splitlines()[-1]
+            name = line.rpartition(" ")[2]
+            example = f'python3 -c "{line}; print({name}(...))"'
+            return f"It printed nothing, and so shows nothing. Call it with an example of the task: {example}"
         if self.last == "run_shell_command" and self.wrote:
             return (
                 f"If all that was asked is done, answer: what was made, and what the check showed.{self._task_again()}"
@@ -5373,14 +5385,15 @@ class Course:
 
     def _next(self) -> tuple[dict[str, dict[str, Any]], bool]:
         """(the tools that make sense now with the schemas of their arguments, whether it may answer)."""
-        unread = sorted((self.present | set(self.asked)) - set(self.texts) - self.absent)[:200]
+        named = {*self.asked, *([SPEC_FILE] if SPEC_FILE in self.prompt else [])}
+        unread = sorted((self.present | named) - set(self.texts) - self.absent)[:200]
         looking: dict[str, dict[str, Any]] = {}
         if self.looks < MAX_LOOKS:
             if not self.is_listed or self.folders:
                 below = {"directory": _one_of(sorted(self.folders))}
                 looking["list_files"] = below if self.folders else {"depth": {"const": LISTED_DEPTH}}
-            if unread or not (self.is_listed or self.texts):  # a second look at the same brings nothing
-                looking["read_from_file"] = {"path": _one_of(unread) if unread else {"type": "string"}}
+            if unread:  # a second look at the same brings nothing, and a name from memory is the example's
+                looking["read_from_file"] = {"path": _one_of(unread)}
         writing = {"write_to_file": {"path": {"type": "string"}}}
         is_wide = LEAVES_OUT.search(self.prompt) and not self.carries_out  # what leaves one file comes into another
         others = [name for name in self.texts if name not in (*self.wrote, *PLAN_FILES)] if is_wide else []
@@ -5410,6 +5423,8 @@ class Course:
             return running | (writing if self.unwritten else changing), False
         if self.is_failing:
             return {} if self.mends > MAX_MENDS else {"write_to_file": {"path": _one_of(self.suspects[:1])}}, False
+        if self.shows_nothing:
+            return running, False
         if self.carries_out and self.wrote and self.last == "run_shell_command":
             return {}, True  # the plan is carried out and checked
         if self.is_repeated:  # it would go on like that

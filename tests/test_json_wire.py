@@ -375,6 +375,28 @@ def test_a_refused_write_leads_to_a_second_look() -> None:
     assert "answer" in choices(taken)
 
 
+def test_a_module_that_runs_silently_is_called_once() -> None:
+    """That it can be loaded shows nothing of what its function does."""
+    made = [agent.user_message("Create slug.py with a function slug."), *wrote("slug.py", "def slug(t): return t\n")]
+    taken = course(*made, *ran(0))
+    assert set(choices(taken)) == {"run_shell_command"}
+    assert 'python3 -c "from slug import slug; print(slug(...))"' in taken.sent[-1]["content"]
+    called = done("run_shell_command", "a-b\n[exit code 0, 0.1 s]", command="python3 -c 1")
+    assert "answer" in choices(course(*made, *ran(0), *called))
+    assert "answer" in choices(course(*made, *ran(0), *ran(0, "x"))) and "answer" in choices(course(*made, *called))
+    script = [agent.user_message("Write a.py."), *wrote("a.py", "open('x', 'w')\n")]
+    assert "answer" in choices(course(*script, *ran(0)))
+
+
+def test_only_files_that_are_known_or_named_can_be_read() -> None:
+    """A small model reads calc.py first, because the example does."""
+    assert "read_from_file" not in choices(course(agent.user_message("Improve this program.")))
+    assert choices(course(PLAN_PROMPT))["read_from_file"]["path"]["enum"] == ["spec.txt"]
+    assert choices(course(agent.user_message("Fix a.py.")))["read_from_file"]["path"]["enum"] == ["a.py"]
+    listed = course(agent.user_message("Improve this program."), *done("list_files", "b.py\nlib/\nlib/c.py"))
+    assert choices(listed)["read_from_file"]["path"]["enum"] == ["b.py", "lib/c.py"]
+
+
 def test_a_file_that_cannot_be_read_is_not_tried_again() -> None:
     prompt = agent.user_message("Write new.py.")
     taken = course(prompt, *done("read_from_file", "new.py: No such file or directory.", path="new.py"))
