@@ -7053,11 +7053,11 @@ class ViewKeeper:
             yield Notice("your message is too long for the context window: its middle is not sent. Put it in a file.")
 
     def _elide(self, keep: int) -> Event | None:
-        """Sweep old results; None when that would gain less than a twentieth of the window.
+        """Sweep old results; None when that would gain less than a tenth of the window, as all behind is read anew.
 
-        What would be gained is counted anew only when the view has grown by as much.
+        What would be gained is counted again only when the view has grown by as much.
         """
-        least = self.window.tokens // 20
+        least = self.window.tokens // 10
         before = self._swept_in_vain.get(keep)
         if before is not None and (self._view.tokens - before) * self._meter.ratio < least:
             return None
