@@ -755,6 +755,8 @@ def test_a_long_session_with_the_embedded_model_in_a_small_window(
                 break
         assert steps >= 30
         assert conversation.of(agent.Compacted)
+        right = [f"part{i}" in (workspace / f"out{i}.txt").read_text().replace(" ", "") for i in range(n + 1)]
+        assert sum(right) >= 0.8 * len(right), "it still does what it is told"
         assert conversation.send("Write the word that I told you at the very beginning to word.txt.").reason == "done"
         assert "HELIOTROPE" in (workspace / "word.txt").read_text()
         assert conversation.folded.messages == conversation.messages
