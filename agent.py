@@ -4963,7 +4963,9 @@ COMPARED_ERROR = re.compile(r"\bassert(?!Raises)\w+\(.*\b[A-Z]\w*Error\)$", re.M
 ERROR_LINE = re.compile(r"^\w*(?:Error|Exception)\b.*$", re.MULTILINE)
 STATUS_LINE = re.compile(r"^\[exit code (\d+)", re.MULTILINE)
 RUNAWAY = re.compile(r"(?:\A|\n)((?:[^\n]+\n){1,3}?)\1{29}[^\n]*\Z")  # the same lines 30 times: it would go on so
-KNOW_ENOUGH = "If you know enough, answer, with the names of functions and files that it is about."
+KNOW_ENOUGH = 'If you know enough, reply with {"answer":"..."}'
+IS_DONE = 'If all that was asked is done, reply with {"answer":"..."}: say what was made'
+
 RUNAWAY_TAIL = 8000  # characters in which that is looked for
 LISTED_DEPTH = 3  # levels of the tree that a listing shows
 MAX_LOOKS = 6  # calls that only look before something must be done
@@ -5065,6 +5067,8 @@ class Course:
         self.check = next(iter(QUOTED_RUN.findall(prompt)), "")  # the command that shows whether it works
         self.output = ""  # what the last command printed, if it ended well
         self.silent_runs = 0  # runs of what was written that ended well and printed nothing
+        self.proofs = 0  # runs that ended well, each after a change of files that had been changed before
+        self._proven: set[str] = set()  # these files
         self.vain = 0  # writes that changed nothing
         self.is_listed = self.has_run = self.is_unchecked = self.is_failing = self.is_unchanged = False
         self.is_misused = False  # the last command was given wrong arguments
@@ -5115,6 +5119,11 @@ class Course:
     def shows_nothing(self) -> bool:
         """Whether the only proof so far is that a module with functions could be loaded."""
         return self.silent_runs == 1 and self.last == "run_shell_command" and not self.output and not self.is_failing
+
+    @property
+    def shows_example(self) -> bool:
+        """Whether the last run has called such a module with an example: only reading tells whether it is right."""
+        return bool(self.silent_runs and self.last == "run_shell_command" and self.output and self.wrote)
 
     @property
     def temperature(self) -> float:
@@ -5271,13 +5280,16 @@ class Course:
         programs = [name for name in self.wrote if PROGRAM.search(name)]
         not_there = any(name in command for name in NO_FILE.findall(result))
         self.is_misused = failed and not self.is_repeated and (not_there or bool(USAGE.search(result)))
+        if self.is_unchecked and not failed:
+            self.proofs = self.proofs + 1 if self._proven == set(self.wrote) else 1
+            self._proven = set(self.wrote)
         self.has_run, self.is_unchecked, self.is_unchanged = True, self.is_misused, False
         self.is_failing = failed and bool(programs) and not self.is_misused  # a search that finds nothing fails too
         self.output = "" if failed else result[: status.start()].strip() if status else ""
         self.silent_runs += not failed and not self.output and bool(self._imports()) and not has_tests
         if self.search:
             self._note_search()
-        if self.is_failing or (failed and TRACEBACK_LINE.search(result)):
+        if self.is_failing or self.shows_example or (failed and TRACEBACK_LINE.search(result)):
             self.check = command
         if self.is_failing:
             self.mends += 1
@@ -5316,7 +5328,11 @@ class Course:
             return f"Carry out {PLAN_FILE}. Files to write: {', '.join(self.missing)}."
         if self.search:
             return f"Search first: {self.search}"
-        return KNOW_ENOUGH if self.kind == "question" else ""
+        return self._know_enough() if self.kind == "question" else ""
+
+    def _know_enough(self) -> str:
+        is_about_code = self.names or SEARCH.search(self.prompt)
+        return f"{KNOW_ENOUGH}{', with the names of the functions and files' if is_about_code else ''}."
 
     def _task_again(self) -> str:
         """The task at the end, where a small model looks first; not that of a whole plan."""
@@ -5333,7 +5349,7 @@ class Course:
         if self.search:
             return f"Nothing was found. The name may be made of parts. Search for one: {self.search}"
         if self.kind == "question":
-            return "" if self.unread_hits else KNOW_ENOUGH
+            return "" if self.unread_hits else self._know_enough()
         if self.is_misused:
             files = ", ".join(sorted(self.present - set(self.wrote))[:20])
             return f"It needs other arguments. Run it with them.{f' Files there are: {files}.' if files else ''}"
@@ -5355,14 +5371,17 @@ class Course:
             name = line.rpartition(" ")[2]
             example = f'python3 -c "{line}; print({name}(...))"'
             return f"It printed nothing, and so shows nothing. Call it with an example of the task: {example}"
-        if self.last == "run_shell_command" and self.wrote:
+        if self.shows_example:
             return (
-                f"If all that was asked is done, answer: what was made, and what the check showed.{self._task_again()}"
+                "Is that what the task says, in each detail? If not, write the file again, corrected; if it is, reply"
+                f' with {{"answer":"..."}}.{self._task_again()}'
             )
+        if self.last == "run_shell_command" and self.wrote:
+            return f"{IS_DONE}, and what the check showed.{self._task_again()}"
         if self.is_unchanged:
             return f"That is what it held before: nothing was changed. The task: {clip_to(self.prompt, 600)}"
         if self.wrote:
-            return f"If all that was asked is done, answer: what was made.{self._task_again()}"
+            return f"{IS_DONE}.{self._task_again()}"
         return (
             ""
             if self.last == "run_shell_command"
@@ -5423,8 +5442,12 @@ class Course:
             return running | (writing if self.unwritten else changing), False
         if self.is_failing:
             return {} if self.mends > MAX_MENDS else {"write_to_file": {"path": _one_of(self.suspects[:1])}}, False
+        if self.proofs > 1 + bool(self.silent_runs) and self.last == "run_shell_command" and not self.is_failing:
+            return {}, True  # it would change what is right already
         if self.shows_nothing:
             return running, False
+        if self.shows_example:
+            return {"write_to_file": {"path": _one_of(dict.fromkeys(self.wrote))}}, True
         if self.carries_out and self.wrote and self.last == "run_shell_command":
             return {}, True  # the plan is carried out and checked
         if self.is_repeated:  # it would go on like that

@@ -382,10 +382,19 @@ def test_a_module_that_runs_silently_is_called_once() -> None:
     assert set(choices(taken)) == {"run_shell_command"}
     assert 'python3 -c "from slug import slug; print(slug(...))"' in taken.sent[-1]["content"]
     called = done("run_shell_command", "a-b\n[exit code 0, 0.1 s]", command="python3 -c 1")
-    assert "answer" in choices(course(*made, *ran(0), *called))
+    judged = course(*made, *ran(0), *called)
+    assert set(choices(judged)) == {"write_to_file", "answer"} and "in each detail" in judged.sent[-1]["content"]
     assert "answer" in choices(course(*made, *ran(0), *ran(0, "x"))) and "answer" in choices(course(*made, *called))
     script = [agent.user_message("Write a.py."), *wrote("a.py", "open('x', 'w')\n")]
     assert "answer" in choices(course(*script, *ran(0)))
+
+
+def test_what_works_is_not_changed_for_ever() -> None:
+    begun = [agent.user_message("Write a.py, a program that prints hello, and run it.")]
+    for n, more in enumerate((True, False)):
+        begun += [*wrote("a.py", f"print({n})\n"), *ran(0, "hello")]
+        assert ("write_to_file" in choices(course(*begun))) == more
+    assert "write_to_file" in choices(course(*begun, *wrote("b.py"), *ran(0, "hello"))), "there was more to do"
 
 
 def test_only_files_that_are_known_or_named_can_be_read() -> None:
