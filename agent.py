@@ -4933,6 +4933,8 @@ QUESTION = re.compile(
     r"\s*(what|which|who|whose|why|where|when|how|is|are|was|were|did|does|do|has|have)\b[^?]*\?", re.I
 )
 NO_CHANGE = re.compile(r"\b(?:chang|writ|modify|edit|touch)\w* (?:nothing|no)\b|\b(?:do not|don't|without) \w+", re.I)
+SENTENCE_END = re.compile(r"(?<=[.!?;])\s+")
+FORBIDS = re.compile(r"\b(?:do not|don't|must not|without|leave)\b", re.I)
 CHANGE_WORDS = re.compile(
     r"\b(write|create|add|fix|change|make|rename|implement|delete|remove|update|replace|refactor|repair|correct|build"
     r"|install|run|test|move|edit|improve|convert|translate|set|put|let|make|turn|use|ensure|extend|split|sort|count"
@@ -5072,13 +5074,14 @@ class Course:
         self.vain = 0  # writes that changed nothing
         self.is_listed = self.has_run = self.is_unchecked = self.is_failing = self.is_unchanged = False
         self.is_misused = False  # the last command was given wrong arguments
+        self.not_there = ""  # a file that it was given and that is not there
         self.is_repeated = False  # the last call was made before, and nothing has changed since
         self._made: set[str] = set()  # the calls since the last change
         self.suspects: list[str] = []
 
     def _search_for(self, prompt: str) -> tuple[str, str]:
         """(the name to be found, the command that finds it), both "" when nothing is to be found."""
-        for sentence in re.split(r"(?<=[.!?;])\s+", prompt) if self.kind != "plan" else []:
+        for sentence in SENTENCE_END.split(prompt) if self.kind != "plan" else []:
             name = next((name for name in self.names if name in sentence), "")
             if name and PATHS_WANTED.search(sentence) and SEARCH.search(sentence):
                 return name, f"grep -rlwI {name} . | sort"
@@ -5124,6 +5127,15 @@ class Course:
     def shows_example(self) -> bool:
         """Whether the last run has called such a module with an example: only reading tells whether it is right."""
         return bool(self.silent_runs and self.last == "run_shell_command" and self.output and self.wrote)
+
+    @property
+    def left_out(self) -> list[str]:
+        """Files that the prompt names, is read and has not changed although something is to leave one for another."""
+        if self.kind != "work" or self.carries_out or not LEAVES_OUT.search(self.prompt):
+            return []
+        forbidden = " ".join(filter(FORBIDS.search, SENTENCE_END.split(self.prompt)))
+        spared = FILE_NAME.findall(forbidden)
+        return [name for name in self.read if name in self.asked and name not in (*self.wrote, *spared)]
 
     @property
     def temperature(self) -> float:
@@ -5278,8 +5290,9 @@ class Course:
         has_tests = any(TEST_FILE.search(name) for name in self.wrote)
         failed = bool(status and status[1] != "0") or (has_tests and bool(NO_TESTS.search(result)))
         programs = [name for name in self.wrote if PROGRAM.search(name)]
-        not_there = any(name in command for name in NO_FILE.findall(result))
-        self.is_misused = failed and not self.is_repeated and (not_there or bool(USAGE.search(result)))
+        self.not_there = next((name for name in NO_FILE.findall(result) if failed and name in command), "")
+        is_usage = bool(USAGE.search(result)) and not self.is_repeated
+        self.is_misused = failed and (bool(self.not_there) or is_usage)
         if self.is_unchecked and not failed:
             self.proofs = self.proofs + 1 if self._proven == set(self.wrote) else 1
             self._proven = set(self.wrote)
@@ -5351,14 +5364,15 @@ class Course:
         if self.kind == "question":
             return "" if self.unread_hits else self._know_enough()
         if self.is_misused:
-            files = ", ".join(sorted(self.present - set(self.wrote))[:20])
-            return f"It needs other arguments. Run it with them.{f' Files there are: {files}.' if files else ''}"
+            files = sorted(self.present, key=lambda name: (bool(PROGRAM.search(name)), name))[:20]
+            hint = f"There is no {self.not_there}." if self.not_there else "It needs other arguments."
+            return f"{hint} Run it with a file that is there: {', '.join(files)}." if files else hint
         if self.missing:
             return f"Now write {self.missing[0]}."
         if self.hits and not self.unread_hits and self.unchanged_hits:
             return f"Next: {self.unchanged_hits[0]}. The task: {clip_to(self.prompt, 600)}"
-        if self.last == "write_to_file" and self.wrote and self.unwritten:
-            return f"Next: {self.unwritten[0]}."
+        if self.last == "write_to_file" and self.wrote and (self.unwritten or self.left_out):
+            return f"Next: {[*self.unwritten, *self.left_out][0]}."
         if self.last == "write_to_file" and self.is_unchecked:
             tests = any(TEST_FILE.search(name) for name in self.present)
             return "Now check it: " + ("python3 -m unittest -v" if tests else self.check or "run it.")
@@ -5436,6 +5450,10 @@ class Course:
         if self.missing:
             first = {"write_to_file": {"path": _one_of(self.missing)}}
             return first if self.is_listed else {"list_files": {"depth": {"const": LISTED_DEPTH}}}, False
+        if self.left_out and self.wrote and not self.unwritten:
+            return {"write_to_file": {"path": _one_of(self.left_out[:1])}}, False
+        if self.is_misused and self.not_there and not self.is_listed:
+            return {"list_files": {"depth": {"const": LISTED_DEPTH}}}, False
         if self.is_unchecked:
             if self.check and self.wrote and not self.is_misused:  # the same again: else it runs what cannot fail
                 running = {"run_shell_command": {"command": {"const": self.check}}}

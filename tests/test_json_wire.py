@@ -205,7 +205,7 @@ def test_a_command_that_was_given_wrong_arguments_says_nothing_about_the_program
     assert set(choices(course(*misused))) == {"run_shell_command"}
     assert "other arguments" in course(*misused).sent[-1]["content"]
     no_file = "FileNotFoundError: [Errno 2] No such file or directory: 'x.txt'\n[exit code 1, 0.1 s]"
-    misused = [*written, *done("run_shell_command", no_file, command="python3 count.py x.txt")]
+    misused = [*written, *LISTED, *done("run_shell_command", no_file, command="python3 count.py x.txt")]
     assert set(choices(course(*misused))) == {"run_shell_command"}
     failing = [*written, *done("run_shell_command", no_file, command="python3 count.py")]
     assert set(choices(course(*failing))) == {"write_to_file"}, "it opens that file by itself"
@@ -395,6 +395,29 @@ def test_what_works_is_not_changed_for_ever() -> None:
         begun += [*wrote("a.py", f"print({n})\n"), *ran(0, "hello")]
         assert ("write_to_file" in choices(course(*begun))) == more
     assert "write_to_file" in choices(course(*begun, *wrote("b.py"), *ran(0, "hello"))), "there was more to do"
+
+
+def test_what_moves_from_one_file_to_another_changes_both() -> None:
+    """A small model copies it, and says that it has moved it."""
+    move = "Move the function f from log.py to a new module days.py. Do not change test_log.py."
+    read = [*done("read_from_file", "def f(): pass", path="log.py"), *done("read_from_file", "x", path="test_log.py")]
+    begun = [agent.user_message(move), *read]
+    half = course(*begun, *wrote("days.py"))
+    assert choices(half) == {"write_to_file": {"path": {"type": "string", "enum": ["log.py"]}}}
+    assert half.sent[-1]["content"].endswith("Next: log.py.")
+    assert "run_shell_command" in choices(course(*begun, *wrote("days.py"), *wrote("log.py")))
+    add = [agent.user_message("Add to days.py what log.py needs."), *read]
+    assert "run_shell_command" in choices(course(*add, *wrote("days.py")))
+
+
+def test_a_file_that_a_command_names_and_that_is_not_there_is_looked_for() -> None:
+    missing = "FileNotFoundError: [Errno 2] No such file or directory: 'no.txt'\n[exit code 1, 0.1 s]"
+    run = done("run_shell_command", missing, command="python3 count.py no.txt")
+    begun = [agent.user_message("Add --lines to count.py."), *wrote("count.py")]
+    assert set(choices(course(*begun, *run, *run))) == {"list_files"}, "also when it is tried once more"
+    listed = course(*begun, *run, *done("list_files", "count.py\npoem.txt"))
+    assert set(choices(listed)) == {"run_shell_command"}
+    assert "There is no no.txt. Run it with a file that is there: poem.txt, count.py." in listed.sent[-1]["content"]
 
 
 def test_only_files_that_are_known_or_named_can_be_read() -> None:
