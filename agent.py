@@ -5210,7 +5210,8 @@ class Course:
         if TEST_FILE.search(path):
             return (
                 f"The whole content of {path}, in one code block. It checks just what the task says; an error that is"
-                f" expected with `with self.assertRaises(NAME):`. It begins with:\nimport unittest{self._imports()}"
+                " expected with `with self.assertRaises(NAME):`. It begins with:\nimport unittest"
+                f"{self._imports(*self.wrote, *self.read)}"
             )
         return f"The whole content of {path}, complete and just as the task says, in one code block:"
 
@@ -5243,10 +5244,10 @@ class Course:
         """Whether a function that a changed Python module lacks was only forgotten."""
         return path.endswith(".py") and (self.is_failing or not LEAVES_OUT.search(self.prompt))
 
-    def _imports(self) -> str:
-        """The lines that import what the programs of this turn define."""
+    def _imports(self, *files: str) -> str:
+        """The lines that import what these programs define."""
         lines = ""
-        for path in dict.fromkeys(self.wrote):
+        for path in dict.fromkeys(files):
             names = DEFINITION.findall(self.texts[path])
             if re.fullmatch(r"\w+\.py", path) and not TEST_FILE.search(path) and names:
                 lines += f"\nfrom {path.removesuffix('.py')} import {', '.join(names)}"
@@ -5299,7 +5300,7 @@ class Course:
         self.has_run, self.is_unchecked, self.is_unchanged = True, self.is_misused, False
         self.is_failing = failed and bool(programs) and not self.is_misused  # a search that finds nothing fails too
         self.output = "" if failed else result[: status.start()].strip() if status else ""
-        self.silent_runs += not failed and not self.output and bool(self._imports()) and not has_tests
+        self.silent_runs += not failed and not self.output and bool(self._imports(*self.wrote)) and not has_tests
         if self.search:
             self._note_search()
         if self.is_failing or self.shows_example or (failed and TRACEBACK_LINE.search(result)):
@@ -5381,14 +5382,16 @@ class Course:
         if self.is_failing and self.last == "run_shell_command":
             return f"It failed. What is wrong in {self.suspects[0]}? Say it in the thought, then write it corrected."
         if self.shows_nothing:
-            line = self._imports().strip().splitlines()[-1]
+            line = self._imports(*self.wrote).strip().splitlines()[-1]
             name = line.rpartition(" ")[2]
-            example = f'python3 -c "{line}; print({name}(...))"'
+            call = f"it = {name}(...); print(it.METHOD(...))" if name[0].isupper() else f"print({name}(...))"
+            example = f'python3 -c "{line}; {call}"'
             return f"It printed nothing, and so shows nothing. Call it with an example of the task: {example}"
         if self.shows_example:
+            task = f" The spec: {clip_to(self.texts[SPEC_FILE], 1500)}" if SPEC_FILE in self.texts else ""
             return (
                 "Is that what the task says, in each detail? If not, write the file again, corrected; if it is, reply"
-                f' with {{"answer":"..."}}.{self._task_again()}'
+                f' with {{"answer":"..."}}.{self._task_again() or task}'
             )
         if self.last == "run_shell_command" and self.wrote:
             return f"{IS_DONE}, and what the check showed.{self._task_again()}"

@@ -381,12 +381,22 @@ def test_a_module_that_runs_silently_is_called_once() -> None:
     taken = course(*made, *ran(0))
     assert set(choices(taken)) == {"run_shell_command"}
     assert 'python3 -c "from slug import slug; print(slug(...))"' in taken.sent[-1]["content"]
+    spec = done("read_from_file", "Write bag.py with a class Bag.", path="spec.txt")
+    bag = [agent.user_message("Do what spec.txt says."), *LISTED, *spec, *wrote("bag.py", "class Bag: pass\n"), *ran(0)]
+    assert "it = Bag(...); print(it.METHOD(...))" in course(*bag).sent[-1]["content"]
+    assert "Write bag.py with a class Bag." in course(*bag, *ran(0, "1")).sent[-1]["content"], "it is held against it"
     called = done("run_shell_command", "a-b\n[exit code 0, 0.1 s]", command="python3 -c 1")
     judged = course(*made, *ran(0), *called)
     assert set(choices(judged)) == {"write_to_file", "answer"} and "in each detail" in judged.sent[-1]["content"]
     assert "answer" in choices(course(*made, *ran(0), *ran(0, "x"))) and "answer" in choices(course(*made, *called))
     script = [agent.user_message("Write a.py."), *wrote("a.py", "open('x', 'w')\n")]
     assert "answer" in choices(course(*script, *ran(0)))
+
+
+def test_tests_of_a_module_that_was_read_begin_with_its_import() -> None:
+    prompt = agent.user_message("Write test_heat.py with unittest tests for heat.py.")
+    taken = course(prompt, *done("read_from_file", "def warm(x): return x\n", path="heat.py"))
+    assert "import unittest\nfrom heat import warm" in taken.content_request("test_heat.py")
 
 
 def test_what_works_is_not_changed_for_ever() -> None:
