@@ -4962,6 +4962,7 @@ LANGUAGES = {"py": "python", "js": "javascript", "ts": "typescript", "sh": "bash
 DEFINITION = re.compile(r"^(?:async def|def|class) ([a-zA-Z]\w*)", re.MULTILINE)
 TRACEBACK_LINE = re.compile(r'File "([^"\n]+)", line \d+')
 COMPARED_ERROR = re.compile(r"\bassert(?!Raises)\w+\(.*\b[A-Z]\w*Error\)$", re.MULTILINE)  # as if it were a result
+UNKNOWN_NAME = re.compile(r"^NameError: name '(\w+)' is not defined", re.MULTILINE)
 ERROR_LINE = re.compile(r"^\w*(?:Error|Exception)\b.*$", re.MULTILINE)
 STATUS_LINE = re.compile(r"^\[exit code (\d+)", re.MULTILINE)
 RUNAWAY = re.compile(r"(?:\A|\n)((?:[^\n]+\n){1,3}?)\1{29}[^\n]*\Z")  # the same lines 30 times: it would go on so
@@ -5225,7 +5226,8 @@ class Course:
         """The request for a changed file, on a fresh page: below what was said before a small model copies that."""
         task = self.texts.get(SPEC_FILE, "") if self.carries_out else ""
         if self.is_failing:
-            names, failure = self.suspects, [f"The check failed:\n{self.failure}"]
+            names = [*[name for name in self.read if PROGRAM.search(name)][-2:], *self.suspects]
+            failure = [f"The check failed:\n{self.failure}", *self._missing_imports()]
             order = f"Say in one sentence what is wrong in {path}. Then give the corrected {path}"
         else:
             others = [name for name in self.texts if name not in (path, *PLAN_FILES)]
@@ -5239,6 +5241,17 @@ class Course:
             [f"The task: {task or self.prompt}", *files, *failure, f"{order}, complete, in one code block."]
         )
         return [system_message("You are a careful programmer."), user_message(text)]
+
+    def _missing_imports(self) -> list[str]:
+        """Where the names are defined that the failure does not know."""
+        unknown = dict.fromkeys(UNKNOWN_NAME.findall(self.failure))
+        lines = [
+            f"It has to begin with: from {path.removesuffix('.py')} import {name}"
+            for path, text in self.texts.items()
+            for name in unknown
+            if re.fullmatch(r"\w+\.py", path) and name in DEFINITION.findall(text)
+        ]
+        return ["\n".join(lines)] if lines else []
 
     def keeps_what_is_left_out(self, path: str) -> bool:
         """Whether a function that a changed Python module lacks was only forgotten."""

@@ -397,6 +397,10 @@ def test_tests_of_a_module_that_was_read_begin_with_its_import() -> None:
     prompt = agent.user_message("Write test_heat.py with unittest tests for heat.py.")
     taken = course(prompt, *done("read_from_file", "def warm(x): return x\n", path="heat.py"))
     assert "import unittest\nfrom heat import warm" in taken.content_request("test_heat.py")
+    failed = ran(1, "NameError: name 'warm' is not defined")
+    read = done("read_from_file", "def warm(x): return x\n", path="heat.py")
+    page = course(prompt, *read, *wrote("test_heat.py", "warm(1)\n"), *failed).own_page("test_heat.py")[-1]["content"]
+    assert "from heat import warm" in page and "def warm(x)" in page
 
 
 def test_what_works_is_not_changed_for_ever() -> None:
