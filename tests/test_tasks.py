@@ -27,7 +27,8 @@ import run as runner  # noqa: E402 - it and the tasks' files stand in a folder o
 
 Serve = Callable[..., FakeServer]
 
-ALL = runner.all_tasks()
+CASES, HELD_OUT = runner.all_tasks("cases"), runner.all_tasks("held_out")
+ALL = CASES | HELD_OUT
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -70,17 +71,17 @@ def test_everything_in_one_file_is_no_renaming(workspace: Path) -> None:
     assert runner.judge(ALL["rename"], workspace, "") == "prices.py does not define total_price and calculate_tax"
 
 
-def test_there_are_twelve_and_the_readme_names_each() -> None:
-    assert len(ALL) == 12
+def test_there_are_twelve_and_ten_and_the_readme_names_each() -> None:
+    assert (len(CASES), len(HELD_OUT), len(ALL)) == (12, 10, 22)
     readme = (TASKS / "README.md").read_text()
     assert [name for name in ALL if f"| `{name}` |" not in readme] == []
 
 
 def test_the_command_lines_of_its_readme_are_understood() -> None:
     lines = re.findall(r"^python tests/tasks/run.py(.*)$", (TASKS / "README.md").read_text(), re.MULTILINE)
-    assert len(lines) == 3
+    assert len(lines) == 4
     for line in lines:
-        options = runner.parse_options(shlex.split(line, comments=True), list(ALL))
+        options = runner.parse_options(shlex.split(line, comments=True))
         agent.build_parser().parse_args(options.agent)
 
 

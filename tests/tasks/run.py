@@ -1,6 +1,7 @@
 """Small real tasks for an agent: what is solved, in how many steps and seconds, and why the rest is not.
 
-    python tests/tasks/run.py [--only NAME ...] [--times N] [--limit SECONDS] [--keep DIR] [--json FILE] [-- OPTIONS]
+    python tests/tasks/run.py [--held-out] [--only NAME ...] [--times N] [--limit SECONDS] [--keep DIR] [--json FILE]
+                              [-- OPTIONS]
 
 Each run is one headless turn of agent.py in a fresh directory, with sessions and settings of its own. OPTIONS are
 agent.py's; without a --base_url or --model among them the embedded model answers. A task is solved when its check
@@ -34,7 +35,7 @@ GRACE_S = 10.0
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """What a file in cases/ says."""
+    """What a file in cases/ or held_out/ says."""
 
     name: str
     prompt: str
@@ -63,7 +64,7 @@ class Result:
 
 
 def load_task(path: Path) -> Task:
-    """The task of a file in cases/."""
+    """The task of one file."""
     spec = importlib.util.spec_from_file_location(f"case_{path.stem}", path)
     assert spec and spec.loader
     case: Any = importlib.util.module_from_spec(spec)
@@ -73,9 +74,9 @@ def load_task(path: Path) -> Task:
     return Task(path.stem, case.PROMPT, case.START, case.SOLUTION, answer, pairs, case.check)
 
 
-def all_tasks() -> dict[str, Task]:
-    """Every task by its name."""
-    return {path.stem: load_task(path) for path in sorted((HERE / "cases").glob("*.py"))}
+def all_tasks(folder: str) -> dict[str, Task]:
+    """Every task of "cases" or "held_out" by its name."""
+    return {path.stem: load_task(path) for path in sorted((HERE / folder).glob("*.py"))}
 
 
 def write_files(folder: Path, files: dict[str, str]) -> None:
@@ -180,24 +181,28 @@ def table(results: Sequence[Result]) -> str:
     return "\n".join([*rows, f"| all | {sum(r.solved for r in results)} of {len(results)} | | {total:.0f} in all | |"])
 
 
-def parse_options(argv: Sequence[str], names: Sequence[str]) -> argparse.Namespace:
-    """The command line; `agent` holds what stands behind `--`."""
+def parse_options(argv: Sequence[str]) -> argparse.Namespace:
+    """The command line; `tasks` holds those of the set by name, `agent` what stands behind `--`."""
     split = argv.index("--") if "--" in argv else len(argv)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
+    parser.add_argument("--held-out", action="store_true", help="the tasks that agent.py was not improved with")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="these tasks")
     parser.add_argument("--times", type=int, default=1, help="how often each task is done (1)")
     parser.add_argument("--limit", type=float, default=600.0, help="seconds for one run of a task (600)")
     parser.add_argument("--keep", type=Path, help="keep the workspaces and the session logs in this directory")
     parser.add_argument("--json", type=Path, help="write the runs to this file, after each of them")
     options = parser.parse_args(argv[:split])
+    options.tasks = all_tasks("held_out" if options.held_out else "cases")
+    options.only = options.only or list(options.tasks)
+    if unknown := [name for name in options.only if name not in options.tasks]:
+        parser.error(f"no task is called {unknown[0]}; there are {', '.join(options.tasks)}")
     options.agent = argv[split + 1 :]
     return options
 
 
 def main(argv: Sequence[str]) -> int:
     """Do the tasks, one line for each run as it ends, then the table."""
-    tasks = all_tasks()
-    options = parse_options(argv, list(tasks))
+    options = parse_options(argv)
     results: list[Result] = []
     with contextlib.ExitStack() as stack:
         root = options.keep or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tasks_")))
@@ -207,7 +212,7 @@ def main(argv: Sequence[str]) -> int:
                 if folder.exists():
                     print(f"run.py: {folder} is there already; name another directory with --keep.", file=sys.stderr)
                     return 2
-                results.append(run_task(tasks[name], number, folder, options.agent, options.limit))
+                results.append(run_task(options.tasks[name], number, folder, options.agent, options.limit))
                 print(one_line(results[-1]), flush=True)
                 if options.json:
                     options.json.write_text(json.dumps([dataclasses.asdict(each) for each in results], indent=1))
