@@ -5034,6 +5034,15 @@ def put_back(old: str, new: str) -> str:
     return "\n".join([*(line for line in imports if line not in known), *lines]) + "\n"
 
 
+def forgets_all(old: str, new: str) -> bool:
+    """Whether a Python module lacks each definition of the one that it is to replace."""
+    try:
+        before, after = _definitions(ast.parse(old)), _definitions(ast.parse(new))
+    except (SyntaxError, ValueError):
+        return False
+    return bool(before) and not before.keys() & after.keys()
+
+
 class Course:
     """Where the work stands, as the transcript tells: taken in message by message, it says what may come next."""
 
@@ -5312,7 +5321,7 @@ class Course:
             self._proven = set(self.wrote)
         self.has_run, self.is_unchecked, self.is_unchanged = True, self.is_misused, False
         self.is_failing = failed and bool(programs) and not self.is_misused  # a search that finds nothing fails too
-        self.output = "" if failed else result[: status.start()].strip() if status else ""
+        self.output = "" if failed or NO_TESTS.search(result) else result[: status.start()].strip() if status else ""
         self.silent_runs += not failed and not self.output and bool(self._imports(*self.wrote)) and not has_tests
         if self.search:
             self._note_search()
@@ -5399,12 +5408,15 @@ class Course:
             name = line.rpartition(" ")[2]
             call = f"it = {name}(...); print(it.METHOD(...))" if name[0].isupper() else f"print({name}(...))"
             example = f'python3 -c "{line}; {call}"'
-            return f"It printed nothing, and so shows nothing. Call it with an example of the task: {example}"
+            return (
+                f"That shows nothing. Call it with an example of the task: {example} and say in the thought, before you"
+                " see it, what it must print by the words of the task."
+            )
         if self.shows_example:
             task = f" The spec: {clip_to(self.texts[SPEC_FILE], 1500)}" if SPEC_FILE in self.texts else ""
             return (
-                "Is that what the task says, in each detail? If not, write the file again, corrected; if it is, reply"
-                f' with {{"answer":"..."}}.{self._task_again() or task}'
+                "Is that, letter by letter, what you said and what the task says? If not, write the file again,"
+                f' corrected; if it is, reply with {{"answer":"..."}}.{self._task_again() or task}'
             )
         if self.last == "run_shell_command" and self.wrote:
             return f"{IS_DONE}, and what the check showed.{self._task_again()}"
@@ -5499,6 +5511,7 @@ class OpenCall(NamedTuple):
     is_begun: bool
     present: str  # what the file holds now
     is_kept: bool  # definitions of a module are kept where the new one lacks them
+    is_retried: bool  # a first answer was no change
 
 
 class JsonReader(ChatReader):
@@ -5555,6 +5568,8 @@ class JsonReader(ChatReader):
         content = code_block(self.text, str(arguments.get("path")), opened.is_begun)
         if not opened.is_begun and "```" not in self.text and opened.present:
             content = opened.present  # it only talked about it
+        if opened.is_kept and not opened.is_retried and forgets_all(opened.present, content):
+            content = opened.present  # it gave only what is new: that is asked for again
         arguments["content"] = put_back(opened.present, content) if opened.is_kept else content
         return dataclasses.replace(call, arguments=json.dumps(arguments, ensure_ascii=False))
 
@@ -5593,7 +5608,8 @@ class JsonWire:
             is_own = course.has_own_page(path)
             is_kept = is_own and course.keeps_what_is_left_out(path)
             present = course.texts.get(path, "")
-            self._open_call = OpenCall(message_text(messages[-1]), call, not is_own, present, is_kept)
+            retried = course.vain > 0
+            self._open_call = OpenCall(message_text(messages[-1]), call, not is_own, present, is_kept, retried)
             sent = course.own_page(path) if is_own else [*course.sent, assistant_message(course.fence(path))]
             body |= {"messages": sent, "max_tokens": TEXT_TOKENS}
         elif tools:

@@ -387,8 +387,10 @@ def test_a_module_that_runs_silently_is_called_once() -> None:
     assert "Write bag.py with a class Bag." in course(*bag, *ran(0, "1")).sent[-1]["content"], "it is held against it"
     called = done("run_shell_command", "a-b\n[exit code 0, 0.1 s]", command="python3 -c 1")
     judged = course(*made, *ran(0), *called)
-    assert set(choices(judged)) == {"write_to_file", "answer"} and "in each detail" in judged.sent[-1]["content"]
+    assert set(choices(judged)) == {"write_to_file", "answer"} and "letter by letter" in judged.sent[-1]["content"]
     assert "answer" in choices(course(*made, *ran(0), *ran(0, "x"))) and "answer" in choices(course(*made, *called))
+    untested = ran(0, "\nRan 0 tests in 0.000s\n\nOK")
+    assert set(choices(course(*made, *untested))) == {"run_shell_command"}, "no test shows nothing either"
     script = [agent.user_message("Write a.py."), *wrote("a.py", "open('x', 'w')\n")]
     assert "answer" in choices(course(*script, *ran(0)))
 
@@ -701,6 +703,26 @@ def test_a_text_that_is_made_of_a_file_is_asked_for_on_a_page_with_it(
     page = fake.requests[4].body["messages"]
     assert len(page) == 2 and "in in.txt" in page[1]["content"] and "in other.txt" not in page[1]["content"]
     assert (workspace / "out.txt").read_text() == "in\n"
+
+
+def test_a_module_that_would_lose_all_that_it_has_is_asked_for_again(
+    server: Server, converse: Converse, workspace: Path
+) -> None:
+    """Asked for the whole module with an addition, a small model gives the addition."""
+    (workspace / "a.py").write_text("def one():\n    return 1\n")
+    new = "```python\ndef two():\n    return 2\n```"
+    fake = server(
+        call("read_from_file", path="a.py"), call("write_to_file", path="a.py"), verbatim(new),
+        call("write_to_file", path="a.py"), verbatim(new), call("run_shell_command", command="echo 2"), text("Done."),
+        allow=[PREFILL],
+    )  # fmt: skip
+    seen: list[str] = []
+    conversation = converse(fake, api="json")
+    end = conversation.send("Add two to a.py.", lambda event: seen.append((workspace / "a.py").read_text()))
+    assert end.reason == "done"
+    sent = [request.body["temperature"] for request in fake.requests]
+    assert sent[4] > sent[2], "it is tried otherwise"
+    assert "def one" not in (workspace / "a.py").read_text(), "said twice, it is meant"
 
 
 def test_what_a_command_found_is_asked_for_on_a_page_with_it(
