@@ -5238,6 +5238,11 @@ class Course:
             names = [*[name for name in self.read if PROGRAM.search(name)][-2:], *self.suspects]
             failure = [f"The check failed:\n{self.failure}", *self._missing_imports()]
             order = f"Say in one sentence what is wrong in {path}. Then give the corrected {path}"
+            if all(map(TEST_FILE.search, self.suspects)):
+                order = (
+                    f"The program stays as it is; {path} expects something that it does not do. Say in one sentence"
+                    f" what that is. Then give {path} without it"
+                )
         else:
             others = [name for name in self.texts if name not in (path, *PLAN_FILES)]
             names = ([name for name in others if name in (*self.read, *self.wrote, *self.asked)] or others)[-3:]

@@ -403,6 +403,9 @@ def test_tests_of_a_module_that_was_read_begin_with_its_import() -> None:
     read = done("read_from_file", "def warm(x): return x\n", path="heat.py")
     page = course(prompt, *read, *wrote("test_heat.py", "warm(1)\n"), *failed).own_page("test_heat.py")[-1]["content"]
     assert "from heat import warm" in page and "def warm(x)" in page
+    assert "The program stays as it is" in page, "only the test was written"
+    both = [prompt, *wrote("heat.py", "def warm(x): return x\n"), *wrote("test_heat.py", "warm(1)\n"), *failed]
+    assert "The program stays as it is" not in course(*both).own_page("test_heat.py")[-1]["content"]
 
 
 def test_what_works_is_not_changed_for_ever() -> None:
