@@ -18,9 +18,9 @@ yields; *sinks* (renderers, the session log) take them, and decide nothing.
 
 Sections: Errors and interruption, Configuration, Messages, Events, Text, Workspace, Snapshots, Sandbox, Commands,
 Evidence, Tools, Tools: commands, Tools: files, Tools: calls, Approval, Provider: errors, Provider: adaptation,
-Provider: wires, Provider: printed calls, Provider: JSON wire, Provider: requests, Provider: embedded model,
-Project notes, Context, Plan, Agent, Session, Undo, Markdown, Renderers, Slash commands, Terminal, REPL, Headless,
-Replay, Doctor, Command line.
+Provider: wires, Provider: printed calls, Provider: small models, Provider: JSON wire, Provider: requests,
+Provider: embedded model, Project notes, Context, Plan, Agent, Session, Undo, Markdown, Renderers, Slash commands,
+Terminal, REPL, Headless, Replay, Doctor, Command line.
 
 Read `Agent.turn` first: it is the whole control flow. `build_runtime` wires all parts together.
 """
@@ -4894,15 +4894,12 @@ class PrintedCallGate:
             yield TextDelta(held)
 
 
-# --- Provider: JSON wire --------------------------------------------------------------------------
-# For small models on local servers, which print tool calls as text instead of making them. Each reply is held to a
-# JSON schema, which llama.cpp, Ollama, LM Studio and vLLM enforce while sampling: nothing else can come out. A file's
-# text never stands inside JSON, where its first quotation mark would end it: a second request asks for it as a code
-# block. And the schema steers: what good work does next (look, write what is missing, run it, mend what fails,
-# answer) follows from the transcript alone. That costs no token, and what was sent before never changes, so the
-# server's prefix cache holds: for the embedded model on two cores 1,000 tokens read again are 15 seconds lost.
-# Not covered: replacing a part of a large file, several calls in one reply, a file with 30 equal lines in a row (it
-# is taken for a model that has begun to repeat itself).
+# --- Provider: small models -----------------------------------------------------------------------
+# What good work does next (look, write what is missing, run it, mend what fails, answer) follows from the transcript
+# alone: the schema of each reply offers only that, and each result ends with a word of advice. A small model would lose
+# its way. That costs no token, and what was sent before never changes, so the server's prefix cache holds: for the
+# embedded model on two cores 1,000 tokens read again are 15 seconds lost. Each rule was found by watching such a model
+# fail; tests/tasks/README.md tells what helped and what did not. Models that call tools well never come here.
 
 GUIDE = """\
 You are a careful programmer. You work in the user's directory, step by step, with tools.
@@ -4965,17 +4962,14 @@ COMPARED_ERROR = re.compile(r"\bassert(?!Raises)\w+\(.*\b[A-Z]\w*Error\)$", re.M
 UNKNOWN_NAME = re.compile(r"^NameError: name '(\w+)' is not defined", re.MULTILINE)
 ERROR_LINE = re.compile(r"^\w*(?:Error|Exception)\b.*$", re.MULTILINE)
 STATUS_LINE = re.compile(r"^\[exit code (\d+)", re.MULTILINE)
-RUNAWAY = re.compile(r"(?:\A|\n)((?:[^\n]+\n){1,3}?)\1{29}[^\n]*\Z")  # the same lines 30 times: it would go on so
 KNOW_ENOUGH = 'If you know enough, reply with {"answer":"..."}'
 IS_DONE = 'If all that was asked is done, reply with {"answer":"..."}: say what was made'
 
-RUNAWAY_TAIL = 8000  # characters in which that is looked for
 LISTED_DEPTH = 3  # levels of the tree that a listing shows
 MAX_LOOKS = 6  # calls that only look before something must be done
 MAX_MENDS = 6  # failed attempts to mend before the model may say that it failed
 TEMPERATURE, WARMER, WARMEST = 0.2, 0.2, 0.8  # the first mend is asked for at the first; a mend that failed adds
 SHOWN_FILE, SHOWN_OUTPUT = (6000, 2000), (1000, 2000)  # characters at head and tail of a longer result
-JSON_TOKENS, TEXT_TOKENS = 800, 4000  # a small model can go on for ever
 
 
 def _compact(value: Any) -> str:
@@ -4989,58 +4983,6 @@ def _object_schema(**properties: Any) -> dict[str, Any]:
 
 def _one_of(values: Iterable[str]) -> dict[str, Any]:
     return {"type": "string", "enum": [*values]}
-
-
-def code_block(text: str, path: str, is_begun: bool = True) -> str:
-    """What stands in the code block of an answer; `is_begun`: its opening fence was sent before the answer."""
-    opening = re.match(r"\s*`{3,}[^\n]*\n", text) if is_begun else re.search(r"^ *`{3,}[^\n]*\n", text, re.MULTILINE)
-    if opening:
-        text = text[opening.end() :]
-    closing = [match.start() for match in re.finditer(r"^`{3,}[ \t]*$", text, re.MULTILINE)]
-    if closing:  # prose has code blocks of its own; after a program comes only talk
-        text = text[: closing[-1 if path.endswith(".md") else 0]]
-    return text if text.endswith("\n") or not text else text + "\n"
-
-
-def _definitions(tree: ast.Module) -> dict[str, tuple[int, int]]:
-    """First and last line of each function and class at the top of a module."""
-    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-    nodes = [node for node in tree.body if isinstance(node, kinds)]
-    starts = {node.name: min([node.lineno, *(line.lineno for line in node.decorator_list)]) for node in nodes}
-    return {node.name: (starts[node.name], node.end_lineno or node.lineno) for node in nodes}
-
-
-def put_back(old: str, new: str) -> str:
-    """A corrected Python module; when it holds only some of the old definitions, those replace the old ones.
-
-    Asked for a whole module, a small model often gives just the function that it corrected.
-    """
-    try:
-        old_tree, new_tree = ast.parse(old), ast.parse(new)
-    except (SyntaxError, ValueError):
-        return new
-    before, after = _definitions(old_tree), _definitions(new_tree)
-    if not before.keys() & after.keys() or not before.keys() - after.keys():
-        return new
-    lines, given = old.splitlines(), new.splitlines()
-    for name, (first, last) in sorted(before.items(), key=lambda item: -item[1][0]):
-        if name in after:
-            lines[first - 1 : last] = given[after[name][0] - 1 : after[name][1]]
-    added = [[*given[first - 1 : last], "", ""] for name, (first, last) in after.items() if name not in before]
-    at = min(first for first, _ in before.values()) - 1
-    lines[at:at] = [line for block in added for line in block]
-    imports = [ast.unparse(node) for node in new_tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
-    known = {ast.unparse(node) for node in old_tree.body}
-    return "\n".join([*(line for line in imports if line not in known), *lines]) + "\n"
-
-
-def forgets_all(old: str, new: str) -> bool:
-    """Whether a Python module lacks each definition of the one that it is to replace."""
-    try:
-        before, after = _definitions(ast.parse(old)), _definitions(ast.parse(new))
-    except (SyntaxError, ValueError):
-        return False
-    return bool(before) and not before.keys() & after.keys()
 
 
 class Course:
@@ -5506,6 +5448,70 @@ class Course:
         if self.asked and not self.wrote and not set(self.asked) - set(self.texts) - self.absent:
             looking = {}
         return looking | writing | running, bool(self.wrote) or self.last == "run_shell_command" or self.looks > 3
+
+
+# --- Provider: JSON wire --------------------------------------------------------------------------
+# For small models on local servers, which print tool calls as text instead of making them. Each reply is held to a
+# JSON schema, which llama.cpp, Ollama, LM Studio and vLLM enforce while sampling: nothing else can come out. A file's
+# text never stands inside JSON, where its first quotation mark would end it: a second request asks for it as a code
+# block. Not covered: replacing a part of a large file, several calls in one reply, a file with 30 equal lines in a row
+# (it is taken for a model that has begun to repeat itself).
+
+RUNAWAY = re.compile(r"(?:\A|\n)((?:[^\n]+\n){1,3}?)\1{29}[^\n]*\Z")  # the same lines 30 times: it would go on so
+RUNAWAY_TAIL = 8000  # characters in which that is looked for
+JSON_TOKENS, TEXT_TOKENS = 800, 4000  # a small model can go on for ever
+
+
+def code_block(text: str, path: str, is_begun: bool = True) -> str:
+    """What stands in the code block of an answer; `is_begun`: its opening fence was sent before the answer."""
+    opening = re.match(r"\s*`{3,}[^\n]*\n", text) if is_begun else re.search(r"^ *`{3,}[^\n]*\n", text, re.MULTILINE)
+    if opening:
+        text = text[opening.end() :]
+    closing = [match.start() for match in re.finditer(r"^`{3,}[ \t]*$", text, re.MULTILINE)]
+    if closing:  # prose has code blocks of its own; after a program comes only talk
+        text = text[: closing[-1 if path.endswith(".md") else 0]]
+    return text if text.endswith("\n") or not text else text + "\n"
+
+
+def _definitions(tree: ast.Module) -> dict[str, tuple[int, int]]:
+    """First and last line of each function and class at the top of a module."""
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    nodes = [node for node in tree.body if isinstance(node, kinds)]
+    starts = {node.name: min([node.lineno, *(line.lineno for line in node.decorator_list)]) for node in nodes}
+    return {node.name: (starts[node.name], node.end_lineno or node.lineno) for node in nodes}
+
+
+def put_back(old: str, new: str) -> str:
+    """A corrected Python module; when it holds only some of the old definitions, those replace the old ones.
+
+    Asked for a whole module, a small model often gives just the function that it corrected.
+    """
+    try:
+        old_tree, new_tree = ast.parse(old), ast.parse(new)
+    except (SyntaxError, ValueError):
+        return new
+    before, after = _definitions(old_tree), _definitions(new_tree)
+    if not before.keys() & after.keys() or not before.keys() - after.keys():
+        return new
+    lines, given = old.splitlines(), new.splitlines()
+    for name, (first, last) in sorted(before.items(), key=lambda item: -item[1][0]):
+        if name in after:
+            lines[first - 1 : last] = given[after[name][0] - 1 : after[name][1]]
+    added = [[*given[first - 1 : last], "", ""] for name, (first, last) in after.items() if name not in before]
+    at = min(first for first, _ in before.values()) - 1
+    lines[at:at] = [line for block in added for line in block]
+    imports = [ast.unparse(node) for node in new_tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+    known = {ast.unparse(node) for node in old_tree.body}
+    return "\n".join([*(line for line in imports if line not in known), *lines]) + "\n"
+
+
+def forgets_all(old: str, new: str) -> bool:
+    """Whether a Python module lacks each definition of the one that it is to replace."""
+    try:
+        before, after = _definitions(ast.parse(old)), _definitions(ast.parse(new))
+    except (SyntaxError, ValueError):
+        return False
+    return bool(before) and not before.keys() & after.keys()
 
 
 class OpenCall(NamedTuple):
