@@ -4944,7 +4944,7 @@ FILE_NAME = re.compile(
 PROGRAM = re.compile(r"\.(py|js|ts|sh|c|cpp|go|rs|rb|java)$")
 TEST_FILE = re.compile(r"(^|/)(test_\w+|\w+_test)\.py$")
 NAME = re.compile(r"(?<!\bto )\b(?:[A-Z][A-Z0-9_]{3,}|[A-Za-z][a-z0-9]*(?:_[a-z0-9]+)+)\b")  # can be searched for
-CALLED = re.compile(r"\b(?:function|method|class|variable|word) (\w+)(?: to\b| in\b|[.,]|$)")
+CALLED = re.compile(r"\b(?:function|method|class|variable|word) (\w+)(?: to\b| in\b|[.,;:?!]|$)")
 SEARCH = re.compile(
     r"\b(?:find|search|look for|where|which|list)\b.*\b(?:files?|places?|uses?|functions?|lines?)\b", re.I | re.S
 )
@@ -5457,7 +5457,9 @@ class Course:
 # block. Not covered: replacing a part of a large file, several calls in one reply, a file with 30 equal lines in a row
 # (it is taken for a model that has begun to repeat itself).
 
-RUNAWAY = re.compile(r"(?:\A|\n)((?:[^\n]+\n){1,3}?)\1{29}[^\n]*\Z")  # the same lines 30 times: it would go on so
+RUNAWAY = re.compile(  # the same line 30 times, or the same few lines 15 times: it would go on so
+    r"(?:\A|\n)(?:([^\n]*\n)\1{29}|((?:[^\n]*\n){2,4}?)\2{14})[^\n]*\Z"
+)
 RUNAWAY_TAIL = 8000  # characters in which that is looked for
 JSON_TOKENS, TEXT_TOKENS = 800, 4000  # a small model can go on for ever
 

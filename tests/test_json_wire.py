@@ -322,6 +322,7 @@ def test_what_is_to_be_found_is_searched_for_first() -> None:
     for prompt, command in (
         ("List all files that use OLD_NAME in found.txt.", "grep -rlwI OLD_NAME . | sort"),
         ("Which function reads OLD_NAME?", "grep -rnwI OLD_NAME ."),
+        ("Which files mention the word zebra? Write their paths to a.txt.", "grep -rlwI zebra . | sort"),
         ("Rename the function calc to total_price in all files.", "grep -rnwI calc ."),
     ):
         taken = searched(prompt)
@@ -668,7 +669,7 @@ def test_a_text_that_repeats_itself_for_ever_is_cut_off_and_tried_otherwise(
 ) -> None:
     """What a small model falls into: thousands of times the same lines, for minutes."""
     (workspace / "in.txt").write_text("part 0\n")
-    lines = "So it goes.\nAnd on.\n" * 3000
+    lines = "So it goes.\nAnd on.\n\n" * 3000
     fake = server(
         call("write_to_file", path="out.txt"), fence("Once.\n" + lines), call("write_to_file", path="out.txt"),
         fence("part0\n"), text("Done."), allow=[PREFILL],
