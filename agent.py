@@ -4278,8 +4278,11 @@ def _text_of(value: Any) -> str:
     return "".join(_text_of(p.get("text") or p.get("refusal")) if isinstance(p, dict) else _text_of(p) for p in parts)
 
 
+MOST_TOKENS = 10**9  # a larger number from a server is no count of tokens
+
+
 def _number(value: Any) -> int:
-    return value if isinstance(value, int) and value > 0 else 0
+    return value if isinstance(value, int) and 0 < value <= MOST_TOKENS else 0
 
 
 def _usage(report: Any) -> Usage | None:
@@ -6892,7 +6895,7 @@ def ask_window(base_url: str, key: str, model: str) -> ContextWindow | None:
     The trained length of a model is no answer: local servers load it with less.
     """
     for name, tokens in _stated_windows(base_url, key, model) if base_url != OPENAI_URL else ():
-        if isinstance(tokens, int) and tokens >= MIN_WINDOW:
+        if isinstance(tokens, int) and MIN_WINDOW <= tokens <= MOST_TOKENS:
             return ContextWindow(tokens, f"said by {name}")
     return None
 

@@ -690,6 +690,14 @@ def test_a_report_larger_than_the_window_corrects_it_but_not_the_users_limit(
     assert conversation.runtime.agent.keeper.window.tokens == window, "also when it is looked up once more"
 
 
+@pytest.mark.parametrize("count", [10**18, 10**400])
+def test_a_number_that_is_no_count_of_tokens_is_not_believed(server: Serve, converse: Converse, count: int) -> None:
+    gets = {"/v1/models": {"data": [{"id": "m", "context_window": count}]}}
+    conversation = converse(server(forever(but(text("ok"), usage=(count, count))), gets=gets))
+    assert conversation.send("hi").reason == "done"
+    assert conversation.runtime.agent.keeper.window.tokens == agent.DEFAULT_LOCAL_WINDOW
+
+
 def test_a_dropped_front_never_makes_the_window_larger(server: Serve, converse: Converse) -> None:
     def step(request: Request) -> Step:
         return SUMMARY if is_summary_request(request) else next(replies)
