@@ -2411,6 +2411,7 @@ class Job:
         self.output = output
         self.confined = confined
         self.started = time.monotonic()
+        self.hurried = False  # no patience when it is ended: the user has interrupted it twice
         self.how = ""  # how it ended, in words
         self.status: int | None = None  # the exit code of a command that ended by itself
         self.exited = asyncio.Event()  # the shell has ended
@@ -2555,6 +2556,8 @@ class Job:
             told: set[int] = set()
             deadline = time.monotonic() + patience_s
             while (alive := self._alive()) and time.monotonic() < deadline:
+                if self.hurried and number != signal.SIGKILL:
+                    break
                 left = max(left, len(alive)) if number else left
                 for pid in alive - told - (spared if number != signal.SIGKILL else set()):
                     with contextlib.suppress(OSError):
@@ -2589,6 +2592,8 @@ class Jobs:
         self._folder = folder
         self._lock = lock
         self.background: dict[int, Job] = {}
+        self.foreground: Job | None = None
+        """The command that was started last and is, or was, waited for."""
         self._environ = environ
         self._search_path = environ.get("PATH", os.defpath)
         self._shell = find_program("bash", self._search_path, workspace.root) or "/bin/sh"
@@ -2663,6 +2668,8 @@ class Jobs:
         if background:
             self.background[number] = job
             self._tasks[number] = asyncio.ensure_future(job.run(math.inf, asyncio.Event()))
+        else:
+            self.foreground = job
         return job
 
     async def stop(self, number: int) -> str:
@@ -10072,7 +10079,10 @@ class Conversation:
             (self.agent.follow_up if later else self.agent.steer)(line)
 
     def interrupt(self) -> None:
-        """End what is being done."""
+        """End what is being done; a second time, without patience for a command that does not want to end."""
+        job = self.agent.context.jobs.foreground
+        if job and self.agent.interrupt.is_set():
+            job.hurried = True
         self.agent.interrupt.set()
 
     async def handle(self, line: str) -> TurnEnd | None:

@@ -46,6 +46,14 @@ def enter(terminal: Terminal, line: str) -> None:
     terminal.wait_for(PROMPT, visible=True)
 
 
+def until(condition: Callable[[], object], timeout_s: float = 20) -> None:
+    """Wait until the condition holds."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
 @pytest.fixture
 def repl(workspace: Path) -> Iterator[Callable[..., Terminal]]:
     """`repl(fake, *args)` starts the program in a terminal and waits for its prompt."""
@@ -125,6 +133,23 @@ def test_ctrl_c_interrupts_the_turn_and_the_session_goes_on(server: Serve, repl:
     enter(terminal, "go on")
     terminal.wait_for("Fine again")
     assert "interrupted by the user" in str(fake.last.messages)
+
+
+@pytest.mark.parametrize("key", ["\x03", "\x1b"], ids=["Ctrl-C", "Esc"])
+def test_a_second_interrupt_kills_a_command_that_ignores_the_first(
+    server: Serve, repl: Callable[..., Terminal], workspace: Path, key: str
+) -> None:
+    """Of two at once the second is there before SIGTERM could be: the shell would have told of that."""
+    script = "trap '' INT; trap 'touch told' TERM; touch started; while :; do sleep 0.1; done"
+    fake = server(call("run_shell_command", command=script), text("Gone."))
+    terminal = repl(fake, "--approve", "all")
+    enter(terminal, "go")
+    until(lambda: (workspace / "started").exists())
+    terminal.send(key * 2)
+    terminal.wait_for("^interrupted")
+    assert not (workspace / "told").exists()
+    enter(terminal, "on")
+    terminal.wait_for(r"Gone\.")
 
 
 def test_ctrl_c_while_waiting_for_the_model(server: Serve, repl: Callable[..., Terminal]) -> None:
@@ -379,10 +404,7 @@ def test_the_editor_gives_its_text_back_and_a_failing_one_takes_none(
     terminal.wait_for("fake-model · NOT sandboxed", visible=True)
     within = modes(terminal)
     open_editor(terminal, f"touch {workspace}/ran; {script}", workspace)
-    deadline = time.monotonic() + 20
-    while not ((workspace / "ran").exists() and modes(terminal) == within):
-        assert time.monotonic() < deadline, terminal.all_text()
-        time.sleep(0.01)
+    until(lambda: (workspace / "ran").exists() and modes(terminal) == within)
     terminal.wait_for(re.escape("› " + left.split("\n")[0].rstrip("\ufffd")), visible=True)
     terminal.send("\r")
     terminal.wait_for(r"Edited\.")
