@@ -3489,9 +3489,10 @@ def describe_call(call: ToolCall) -> tuple[str, str]:
         arguments = json.loads(call.arguments or "{}", strict=False)
     except json.JSONDecodeError:
         return verb, one_line(call.arguments, 200)
-    values = list(arguments.values()) if isinstance(arguments, dict) else []
-    subject = arguments["path"] if values and "path" in arguments else values[0] if values else "."
-    return verb, one_line(str(subject), 200)
+    if not isinstance(arguments, dict):
+        arguments = {}
+    first = "." if call.name == "list_files" else next(iter(arguments.values()), ".")
+    return verb, one_line(str(arguments.get("path") or arguments.get("directory") or first), 200)
 
 
 def find_tool(name: str) -> Tool:
@@ -8925,7 +8926,7 @@ class TerminalRenderer:
                 self._answer.feed(text)
             self.flush()
         elif message["role"] == "user" and text.startswith(FEEDBACK):
-            self.note(one_line(text, 300), "dim")
+            self.note(one_line(f"told the model: {text.removeprefix(FEEDBACK)}", 300), "dim")
         elif message["role"] == "user":
             self.flush()
             self.prompt(typed_part(message))
