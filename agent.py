@@ -2411,6 +2411,7 @@ class Job:
         self.output = output
         self.confined = confined
         self.started = time.monotonic()
+        self.hurried = False  # no patience when it is ended: the user has interrupted it twice
         self.how = ""  # how it ended, in words
         self.status: int | None = None  # the exit code of a command that ended by itself
         self.exited = asyncio.Event()  # the shell has ended
@@ -2555,6 +2556,8 @@ class Job:
             told: set[int] = set()
             deadline = time.monotonic() + patience_s
             while (alive := self._alive()) and time.monotonic() < deadline:
+                if self.hurried and number != signal.SIGKILL:
+                    break
                 left = max(left, len(alive)) if number else left
                 for pid in alive - told - (spared if number != signal.SIGKILL else set()):
                     with contextlib.suppress(OSError):
@@ -2589,6 +2592,8 @@ class Jobs:
         self._folder = folder
         self._lock = lock
         self.background: dict[int, Job] = {}
+        self.foreground: Job | None = None
+        """The command that was started last and is, or was, waited for."""
         self._environ = environ
         self._search_path = environ.get("PATH", os.defpath)
         self._shell = find_program("bash", self._search_path, workspace.root) or "/bin/sh"
@@ -2663,6 +2668,8 @@ class Jobs:
         if background:
             self.background[number] = job
             self._tasks[number] = asyncio.ensure_future(job.run(math.inf, asyncio.Event()))
+        else:
+            self.foreground = job
         return job
 
     async def stop(self, number: int) -> str:
@@ -3482,9 +3489,10 @@ def describe_call(call: ToolCall) -> tuple[str, str]:
         arguments = json.loads(call.arguments or "{}", strict=False)
     except json.JSONDecodeError:
         return verb, one_line(call.arguments, 200)
-    values = list(arguments.values()) if isinstance(arguments, dict) else []
-    subject = arguments["path"] if values and "path" in arguments else values[0] if values else "."
-    return verb, one_line(str(subject), 200)
+    if not isinstance(arguments, dict):
+        arguments = {}
+    first = "." if call.name == "list_files" else next(iter(arguments.values()), ".")
+    return verb, one_line(str(arguments.get("path") or arguments.get("directory") or first), 200)
 
 
 def find_tool(name: str) -> Tool:
@@ -9007,7 +9015,7 @@ class TerminalRenderer:
                 self._answer.feed(text)
             self.flush()
         elif message["role"] == "user" and text.startswith(FEEDBACK):
-            self.note(one_line(text, 300), "dim")
+            self.note(one_line(f"told the model: {text.removeprefix(FEEDBACK)}", 300), "dim")
         elif message["role"] == "user":
             self.flush()
             self.prompt(typed_part(message))
@@ -9566,12 +9574,15 @@ async def run_slash_command(runtime: Runtime, line: str) -> str | TurnEnd:
 # --- Terminal -------------------------------------------------------------------------------------
 # The bottom of the terminal is one prompt_toolkit application that lives as long as the REPL; finished text is
 # printed above it, once, into the terminal's own scrollback. Nothing is ever torn down to print, so no key is lost.
-# Covered: one write() a frame, nothing written while nothing changes, re-wrapped rows after a resize.
-# Not covered: terminals other than those with the VT100 sequences; rows that a terminal re-wraps while a frame is
-# under way can stay behind once.
+# Covered: one write() a frame, nothing written while nothing changes, re-wrapped rows after a resize: the cursor is the
+# one place that a terminal finds again when it wraps its rows anew, so it rests where the live region begins.
+# Not covered: terminals other than those with the VT100 sequences; a row of the input line can stay behind when the
+# window gets narrower within FRESH_FRAME_S of a key while nothing is worked on (the cursor is in the line then); rows
+# of the preview when the window gets lower than the live region and the terminal says so late (tmux: 250 ms).
 
 FRAMES_PER_S = 15
 SETTLE_S = 0.4  # after a resize the preview stays away for so long: a window that is dragged changes all the time
+NARROW = 40  # columns: down to that a window can be dragged at once, and no row of the preview stays behind
 FRESH_FRAME_S = 0.3  # a frame younger than this may have been drawn at the old size or the new one
 RESTORE_TERMINAL = "\x1b[?2026l\x1b[?2004l\x1b[?7h\x1b[?25h\x1b[0m"
 
@@ -9620,7 +9631,11 @@ class AtomicOutput:
         return self._size
 
     def erase_down(self) -> None:
-        """Erase from the cursor down, row by row if asked: tmux archives the screen when it is erased from its top."""
+        """Erase from the cursor down, row by row if asked: tmux archives the screen when it is erased from its top.
+
+        Shows the cursor: what is erased is drawn again, or the terminal goes to another program.
+        """
+        self.output.show_cursor()
         if self._by_rows:
             self.output.write_raw("\x1b7\x1b[K" + "\x1b[B\x1b[2K" * (self.output.get_size().rows - 1) + "\x1b8")
         else:
@@ -9673,6 +9688,7 @@ class Screen:
         self._frame = frame
         self._busy = busy
         self._due = asyncio.Event()
+        self._above = 0  # so many rows surely are on the screen above the live region, if it is high enough
         self._stale = False  # whether the live region has to be drawn again whatever `frame` returns
         self._backlog: list[str] = []  # printed while an editor has the terminal
         self._drawn_at = self._resized_at = 0.0
@@ -9709,6 +9725,7 @@ class Screen:
         text, self._backlog = "".join([*self._backlog, text]), []
         if not text:
             return
+        self._above += text.count("\n")
         if not self.app.is_running:
             self.app.output.write_raw(text.replace("\n", "\r\n"))
             self.app.output.flush()
@@ -9721,6 +9738,16 @@ class Screen:
             self.app.output.write_raw("".join(f"\x1b[K{line}\r\n" for line in lines))
             self.app.renderer.reset(leave_alternate_screen=False)
             self.app._redraw()
+
+    def can_wrap(self, widths: Iterable[int], others: int) -> bool:
+        """Whether rows of these widths, and so many others, stay on the screen when it becomes as narrow as NARROW.
+
+        A terminal makes room for the rows that it wraps at the top of the screen, and tmux does so even when there is
+        room at the bottom. What is pushed off there can never be erased.
+        """
+        widths = list(widths)
+        added = sum(width // NARROW for width in widths) + 2 * (self.columns // NARROW)
+        return added <= min(self._above, self.rows - len(widths) - others)
 
     def redraw(self) -> None:
         """Draw the live region anew, whatever became of it."""
@@ -9782,8 +9809,34 @@ class Screen:
             app.renderer.erase(leave_alternate_screen=False)
 
     def _after_render(self, app: Application[int]) -> None:
+        if self._busy() or self.settling:
+            self._rest_at_origin()
         self._frame_hold.close()
         self._drawn_at = time.monotonic()
+
+    def _rest_at_origin(self) -> None:
+        """Leave the cursor, unseen, where the live region begins, and draw one in its place.
+
+        However the terminal wraps the rows anew, the next frame then begins where this one did: no row of it stays
+        behind above. Not while the user only types: an input method shows its words at the cursor.
+        """
+        from prompt_toolkit.data_structures import Point
+        from prompt_toolkit.layout.screen import Char
+
+        output, renderer, screen = self.app.output, self.app.renderer, self.app.renderer._last_screen
+        if screen is None:
+            return
+        position = renderer._cursor_pos
+        row = screen.data_buffer[position.y]
+        cell = row[position.x]
+        output.write_raw("\x1b[7m")
+        output.write(cell.char)
+        output.reset_attributes()
+        row[position.x] = Char(cell.char, cell.style + " reverse")  # so that the next frame draws this cell anew
+        output.write_raw("\r")
+        output.cursor_up(position.y)
+        output.hide_cursor()
+        renderer._cursor_pos = Point(0, 0)
 
     def _check_size(self) -> None:
         """Notice a resize whose signal is still under way."""
@@ -9795,6 +9848,9 @@ class Screen:
         """Draw at the new size, over what the terminal made of the old rows."""
         renderer = self.app.renderer
         rewrapped = self._rewrapped_rows()
+        if screen := renderer._last_screen:
+            rows = (max(screen.data_buffer[y], default=0) for y in range(screen.height))
+            self._above = max(0, min(self._above, self.rows) - sum(width // NARROW for width in rows))
         self._resized_at = time.monotonic()
         with self.atomic.hold(by_rows=True):
             renderer._cursor_pos = renderer._cursor_pos._replace(y=renderer._cursor_pos.y + rewrapped)
@@ -9912,6 +9968,24 @@ def completer(commands: Mapping[str, Any], files: FileNames) -> Completer:
                     yield Completion(clean(text), -len(word), display=clean(name))
 
     return ThreadedCompleter(LineCompleter())
+
+
+def edited(text: str, environ: Mapping[str, str]) -> str:
+    """The text as the user's editor leaves it; raises AgentError when the editor fails."""
+    import subprocess
+
+    command = environ.get("VISUAL") or environ.get("EDITOR") or "vi"
+    with tempfile.TemporaryDirectory(prefix="agent-editor-") as folder:
+        file = Path(folder) / "prompt.md"
+        file.write_text(text + "\n", "utf-8")
+        try:
+            status = subprocess.call([*shlex.split(command), str(file)], env=environ)
+            if status == 0:
+                return file.read_bytes().decode("utf-8", "replace").removesuffix("\n")
+            why = f"exit status {status}"
+        except (OSError, ValueError) as exc:
+            why = str(exc)
+    raise AgentError(f"the editor {command} failed, the line is as it was: {why}")
 
 
 class Editor:
@@ -10095,7 +10169,10 @@ class Conversation:
             (self.agent.follow_up if later else self.agent.steer)(line)
 
     def interrupt(self) -> None:
-        """End what is being done."""
+        """End what is being done; a second time, without patience for a command that does not want to end."""
+        job = self.agent.context.jobs.foreground
+        if job and self.agent.interrupt.is_set():
+            job.hurried = True
         self.agent.interrupt.set()
 
     async def handle(self, line: str) -> TurnEnd | None:
@@ -10472,8 +10549,12 @@ class Repl:
         """The preview of what is not final: never so high that the input line has no room."""
         if self.screen.settling or self.asking or not self.conversation.working:
             return []
+        from rich.segment import Segment
+
         others = self.editor.buffer.document.line_count + len(self.runtime.agent.pending) + 4 + 2 * bool(self.asking)
         lines = self.renderer.tail(min(TAIL_ROWS, self.screen.rows - min(others, self.screen.rows // 2 + 2)))
+        while lines and not self.screen.can_wrap(map(Segment.get_line_length, lines), others):
+            lines = lines[1:]
         fragments: StyleAndTextTuples = []
         for line in lines:
             fragments += [(fragment_style(style), self.painter.glyphs(text)) for text, style, _ in line]
@@ -10679,7 +10760,9 @@ class Repl:
     def _on_ctrl_c(self, event: KeyPressEvent) -> None:
         """Interrupt the work; else clear the line; else leave, when pressed twice."""
         now = time.monotonic()
-        if self.conversation.working:
+        if event.app._running_in_terminal:
+            pass  # it was meant for the editor or the command that has the terminal
+        elif self.conversation.working:
             self.conversation.interrupt()
         elif self.editor.text:
             self.editor.take()
@@ -10709,8 +10792,15 @@ class Repl:
         asyncio.get_running_loop().call_later(2, forget)
 
     def _on_editor(self, event: KeyPressEvent) -> None:
-        self.editor.set(self.editor.expanded(self.editor.text))
-        self.editor.buffer.open_in_editor()
+        event.app.create_background_task(self._edit())
+
+    async def _edit(self) -> None:
+        """Have the line edited in the user's editor; when that fails the line stays as it is."""
+        text, environ = self.editor.expanded(self.editor.text), self.runtime.config.user_environment
+        try:
+            self.editor.set(str(await self.conversation.hand_over(lambda: edited(text, environ))))
+        except AgentError as exc:
+            self.renderer.note(str(exc), "error")
 
     def _on_take_back(self, event: KeyPressEvent) -> None:
         """The line queued last comes back into the input line."""

@@ -31,11 +31,11 @@ def headless(run_agent: Run, workspace: Path) -> Callable[..., Finished]:
 
 
 def test_the_answer_is_on_stdout_and_everything_else_on_stderr(server: Serve, headless: Run) -> None:
-    fake = server(calls(call("list_files"), text="I look around."), text("It is **empty**."))
+    fake = server(calls(call("list_files", depth=3), text="I look around."), text("It is **empty**."))
     finished = headless(fake, "-p", "what is here?")
     assert (finished.status, finished.stdout) == (0, "It is **empty**.\n")
     assert "I look around." in finished.stderr
-    assert "> list_files" in finished.stderr
+    assert "> list_files .\n" in finished.stderr
 
 
 def test_json_lines_tell_the_whole_turn(server: Serve, headless: Run, workspace: Path) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import pty
+import random
 import re
 import shlex
 import shutil
@@ -42,6 +44,14 @@ def enter(terminal: Terminal, line: str) -> None:
     terminal.wait_for(r"^[>›] ?" + re.escape(line.partition("\x1b")[0][:10]), visible=True)
     terminal.send("\r")
     terminal.wait_for(PROMPT, visible=True)
+
+
+def until(condition: Callable[[], object], timeout_s: float = 20) -> None:
+    """Wait until the condition holds."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
 
 
 @pytest.fixture
@@ -123,6 +133,23 @@ def test_ctrl_c_interrupts_the_turn_and_the_session_goes_on(server: Serve, repl:
     enter(terminal, "go on")
     terminal.wait_for("Fine again")
     assert "interrupted by the user" in str(fake.last.messages)
+
+
+@pytest.mark.parametrize("key", ["\x03", "\x1b"], ids=["Ctrl-C", "Esc"])
+def test_a_second_interrupt_kills_a_command_that_ignores_the_first(
+    server: Serve, repl: Callable[..., Terminal], workspace: Path, key: str
+) -> None:
+    """Of two at once the second is there before SIGTERM could be: the shell would have told of that."""
+    script = "trap '' INT; trap 'touch told' TERM; touch started; while :; do sleep 0.1; done"
+    fake = server(call("run_shell_command", command=script), text("Gone."))
+    terminal = repl(fake, "--approve", "all")
+    enter(terminal, "go")
+    until(lambda: (workspace / "started").exists())
+    terminal.send(key * 2)
+    terminal.wait_for("^interrupted")
+    assert not (workspace / "told").exists()
+    enter(terminal, "on")
+    terminal.wait_for(r"Gone\.")
 
 
 def test_ctrl_c_while_waiting_for_the_model(server: Serve, repl: Callable[..., Terminal]) -> None:
@@ -345,6 +372,61 @@ def test_ctrl_z_stops_it_and_fg_brings_the_draft_back(server: Serve, workspace: 
         terminal.close()
 
 
+# --- The external editor ---------------------------------------------------------------------------
+
+
+def open_editor(terminal: Terminal, script: str, workspace: Path, draft: str = "my draft") -> None:
+    """Type a draft and have it edited by this shell script, which finds the file's name in $1."""
+    (workspace / "editor").write_text(f"#!/bin/sh\n{script}\n")
+    (workspace / "editor").chmod(0o755)
+    terminal.send(draft)
+    terminal.wait_for("› " + draft, visible=True)
+    terminal.send("\x18\x05")
+
+
+@pytest.mark.parametrize(
+    ("script", "left"),
+    [
+        ("echo and more >> $1", "my draft\nand more"),
+        ("printf 'caf\\303\\251 \\377' > $1", "café \ufffd"),
+        ("echo new > $1; exit 1", "my draft"),
+        ("echo new > $1; kill -9 $$", "my draft"),
+        ("rm $1", "my draft"),
+    ],
+    ids=["edits", "writes no UTF-8", "fails", "is killed", "removes the file"],
+)
+def test_the_editor_gives_its_text_back_and_a_failing_one_takes_none(
+    server: Serve, shell: Callable[..., Terminal], workspace: Path, script: str, left: str
+) -> None:
+    fake = server(text("Edited."))
+    terminal = shell(fake, env={"VISUAL": str(workspace / "editor"), "EDITOR": "false"})
+    terminal.send("\r")
+    terminal.wait_for("fake-model · NOT sandboxed", visible=True)
+    within = modes(terminal)
+    open_editor(terminal, f"touch {workspace}/ran; {script}", workspace)
+    until(lambda: (workspace / "ran").exists() and modes(terminal) == within)
+    terminal.wait_for(re.escape("› " + left.split("\n")[0].rstrip("\ufffd")), visible=True)
+    terminal.send("\r")
+    terminal.wait_for(r"Edited\.")
+    assert fake.last.messages[-1]["content"] == left
+    assert ("failed, the line is as it was" in terminal.all_text()) == (left == "my draft")
+    assert "Traceback" not in terminal.all_text()
+
+
+def test_ctrl_c_in_the_editor_keeps_the_draft(server: Serve, shell: Callable[..., Terminal], workspace: Path) -> None:
+    fake = server(text("Kept."))
+    terminal = shell(fake, env={"VISUAL": str(workspace / "editor")})
+    terminal.send("\r")
+    terminal.wait_for("fake-model · NOT sandboxed", visible=True)
+    open_editor(terminal, "echo editing; read line < /dev/tty", workspace)
+    terminal.wait_for("^editing", visible=True)
+    terminal.send("\x03")
+    terminal.wait_for("(?s)editing.*› my draft", visible=True)
+    terminal.send("\r")
+    terminal.wait_for(r"Kept\.")
+    assert fake.last.messages[-1]["content"] == "my draft"
+
+
 # --- Poor terminals --------------------------------------------------------------------------------
 
 
@@ -439,17 +521,21 @@ def test_what_is_typed_before_the_prompt_is_not_lost(server: Serve, workspace: P
         terminal.close()
 
 
-def test_three_thousand_lines_come_once_each_while_one_types(server: Serve, repl: Callable[..., Terminal]) -> None:
+def test_three_thousand_lines_come_once_each_while_one_types_and_drags(
+    server: Serve, repl: Callable[..., Terminal]
+) -> None:
     lines = "".join(f"line {n:05d} {'x' * (n % 60)}\n" for n in range(3000))
     fake = server(but(text(f"```\n{lines}```\n\nThe end."), chunk=300, delay=0.002))
     terminal = repl(fake)
     enter(terminal, "go")
-    typed = 0
+    typed, widths = 0, itertools.cycle((80, 60, 100, 41, 72))
     while "The end" not in terminal.all_text()[-4000:]:
         terminal.send(chr(ord("a") + typed % 26))
         typed += 1
         draft = "".join(chr(ord("a") + n % 26) for n in range(typed))
-        terminal.wait_for("› " + draft[:60], visible=True)
+        terminal.wait_for("› " + draft[:38], visible=True)
+        if typed % 7 == 0:
+            terminal.resize(24, next(widths))
         if typed == 60:
             terminal.send("\x15")
             terminal.wait_gone("› abc")
@@ -493,30 +579,34 @@ class Tmux:
 
 
 @needs_tmux
+@pytest.mark.parametrize("between", ["\n", "\n\n", "\n- "], ids=["code", "paragraphs", "list"])
 def test_lines_survive_resizing_in_a_terminal_that_wraps_them_again(
-    server: Serve, workspace: Path, tmp_path: Path
+    server: Serve, workspace: Path, tmp_path: Path, between: str
 ) -> None:
-    lines = "".join(f"line {n:05d} {'x' * (n % 90)}\n" for n in range(3000))
-    fake = server(but(text(f"```\n{lines}```\n\nThe end."), chunk=120, delay=0.002))
+    """Dragged narrow and wide, high and low, with and without time to settle: none is lost, none comes twice."""
+    count, dice = 600, random.Random(between)
+    lines = between.join(f"line {n:05d} {'x y ' * dice.randrange(30)}end" for n in range(count))
+    opening, closing = ("```\n", "\n```") if between == "\n" else (between.strip("\n"), "")
+    fake = server(but(text(f"{opening}{lines}{closing}\n\nThe end."), chunk=40, delay=0.01))
     argv = [sys.executable, str(AGENT), "--start_dir", str(workspace), "--sandbox", "off"]
     unbuffered = {"PYTHONUNBUFFERED": "1"}  # once lost what a signal cut off
     tmux = Tmux(tmp_path, argv, {**os.environ, **fake.env, **unbuffered})
     try:
         tmux.wait_for("›")
         tmux.run("send-keys", "go", "Enter")
-        tmux.wait_for("line 000")
-        step = 0
-        while "The end." not in tmux.run("capture-pane", "-p") and step < 400:
-            width = 100 - 60 * (step % 40 < 20) * (step % 20) // 20 - 3 * (step % 7)
-            tmux.run("resize-window", "-x", str(width), "-y", str(25 - step % 9))
-            if step % 8 == 0:
+        tmux.wait_for("line 00")
+        steps, deadline = 0, time.monotonic() + 120
+        while "The end." not in tmux.run("capture-pane", "-p") and time.monotonic() < deadline:
+            width, height = dice.choice((40, 45, 60, 80, 100, 120)), dice.choice((30, 25, 25, 24, 20, 18))
+            tmux.run("resize-window", "-x", str(width), "-y", str(height))
+            if steps % 4 == 0:
                 tmux.run("send-keys", "t")
-            step += 1
-        tmux.wait_for("The end.")
-        assert step > 10
-        shown = re.findall(r"line (\d{5})", tmux.text())
-        assert sorted(set(shown)) == [f"{n:05d}" for n in range(3000)]
-        assert len(shown) - 3000 <= 2 * agent.TAIL_ROWS  # rows of a preview may stay behind, lines are never lost
+            steps += 1
+            fake.closing.wait(dice.choice((0, 0.02, 0.1, 0.3, 0.5, 0.8)))  # a person's pace
+        tmux.run("resize-window", "-x", "100", "-y", "25")
+        tmux.wait_for("1 step")
+        assert steps > 10
+        assert re.findall(r"line (\d{5})", tmux.text()) == [f"{n:05d}" for n in range(count)]
     finally:
         tmux.run("kill-server")
 
