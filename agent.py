@@ -4242,23 +4242,30 @@ class EventStream:
     def feed(self, chunk: bytes) -> list[str]:
         """The data of the events that this chunk completes."""
         *lines, self._rest = (self._rest + chunk).split(b"\n")
-        return [data for line in lines for data in self._line(line.rstrip(b"\r"))]
+        events: list[str] = []
+        for line in lines:
+            self._line(line.rstrip(b"\r"), events)
+        return events
 
     def end(self) -> list[str]:
         """The data of a last event that was not closed by a blank line."""
-        return [*self._line(self._rest.rstrip(b"\r")), *self._line(b"")]
+        events: list[str] = []
+        self._line(self._rest.rstrip(b"\r"), events)
+        self._line(b"", events)
+        return events
 
-    def _line(self, line: bytes) -> Iterator[str]:
+    def _line(self, line: bytes, events: list[str]) -> None:
+        """Take one line, and add the data of an event that it completes."""
         if self._first:
             line, self._first = line.removeprefix(codecs.BOM_UTF8), False
         if not line:
             data, self._data = "\n".join(self._data), []
             if data.strip():
-                yield data
+                events.append(data)
             return
         name, _, value = line.partition(b":")
         if line.startswith(b"{") and line.endswith(b"}"):  # a bare JSON object where a stream was promised
-            yield line.decode("utf-8", "replace")
+            events.append(line.decode("utf-8", "replace"))
         if name in (b"data", b"error"):
             self._data.append(value.decode("utf-8", "replace").removeprefix(" "))
 
@@ -4320,12 +4327,18 @@ class ThoughtFilter:
 
     def __init__(self, thinks_first: bool = False) -> None:
         self.thinks_first = thinks_first
-        self.answer = ""
-        """The answer so far."""
+        self._pieces: list[str] = []  # of the answer
+        self._tail = ""  # its end, in which an end tag may have begun
         self._held = ""  # not decided yet: the beginning, or what may be the start of the end tag
         self._end = THINK_TAGS[0][1] if thinks_first else ""  # the tag that ends the thinking we are in
         self._begun = False
         self._thought = ""
+
+    @property
+    def answer(self) -> str:
+        """The answer so far."""
+        self._pieces = ["".join(self._pieces)]
+        return self._pieces[0]
 
     def feed(self, text: str) -> list[Delta]:
         """The deltas that this piece of text completes."""
@@ -4355,16 +4368,17 @@ class ThoughtFilter:
     def _say(self) -> list[Delta]:
         text, self._held = self._held, ""
         deltas: list[Delta] = []
-        if not self.thinks_first and "</think>" in self.answer[-8:] + text:
+        if not self.thinks_first and "</think>" in self._tail + text:
             so_far = self.answer
             if found := LONE_END.search(so_far + text):
                 thought, text = (
                     (so_far + text)[len(so_far) : found.start()],
                     (so_far + text)[found.end() :].lstrip("\n"),
                 )
-                self.answer, self.thinks_first = "", True
+                self._pieces, self.thinks_first = [], True
                 deltas += [ThinkingDelta(thought)] if thought else []
-        self.answer += text
+        self._pieces.append(text)
+        self._tail = (self._tail + text)[-8:]
         return [*deltas, TextDelta(text)] if text else deltas
 
     def finish(self) -> list[Delta]:
