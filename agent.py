@@ -5098,7 +5098,8 @@ class Course:
     @property
     def shows_nothing(self) -> bool:
         """Whether the only proof so far is that a module with functions could be loaded."""
-        return self.silent_runs == 1 and self.last == "run_shell_command" and not self.output and not self.is_failing
+        is_silent = self.last == "run_shell_command" and not self.output and not self.is_failing
+        return self.silent_runs == 1 and is_silent and bool(self._imports(*self.wrote))
 
     @property
     def shows_example(self) -> bool:
@@ -5242,7 +5243,7 @@ class Course:
         """The lines that import what these programs define."""
         lines = ""
         for path in dict.fromkeys(files):
-            names = DEFINITION.findall(self.texts[path])
+            names = DEFINITION.findall(self.texts.get(path, ""))
             if re.fullmatch(r"\w+\.py", path) and not TEST_FILE.search(path) and names:
                 lines += f"\nfrom {path.removesuffix('.py')} import {', '.join(names)}"
         return lines

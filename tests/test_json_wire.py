@@ -396,6 +396,21 @@ def test_a_module_that_runs_silently_is_called_once() -> None:
     assert "answer" in choices(course(*script, *ran(0)))
 
 
+def test_a_module_whose_functions_are_gone_is_not_called() -> None:
+    """It ran silently, was called, and was then written again without its function."""
+    made = [agent.user_message("Create slug.py with a function slug."), *wrote("slug.py", "def slug(t): return t\n")]
+    taken = course(*made, *ran(0), *ran(0, "a b"), *wrote("slug.py", "slug = str.lower\n"), *ran(0))
+    assert "answer" in choices(taken) and "That shows nothing" not in taken.sent[-1]["content"]
+
+
+def test_a_test_can_be_written_after_a_refused_write_of_a_file_that_was_read() -> None:
+    """What is no longer known of a module cannot be imported by name."""
+    read = done("read_from_file", "def warm(x): return x\n", path="heat.py")
+    refused = done("write_to_file", "heat.py has changed on disk since you read it.", path="heat.py", content="y")
+    taken = course(agent.user_message("Fix heat.py and test it."), *read, *refused)
+    assert taken.content_request("test_heat.py").endswith("import unittest")
+
+
 def test_tests_of_a_module_that_was_read_begin_with_its_import() -> None:
     prompt = agent.user_message("Write test_heat.py with unittest tests for heat.py.")
     taken = course(prompt, *done("read_from_file", "def warm(x): return x\n", path="heat.py"))
