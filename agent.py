@@ -4943,51 +4943,6 @@ Example. User: Add a function double to calc.py and test it.
 
 PLAN_FILES = (SPEC_FILE, PLAN_FILE)  # what they name is what is to be made
 GO_OPENING = f"Carry out {PLAN_FILE}"  # how the prompt of /go begins
-MAKE_PLAN = re.compile(
-    r"\b(write|make|create|prepare|propose|sketch|draw up|outline|give|want)\b[^.\n]{0,40}\bplan\b", re.I
-)
-NO_CODE = re.compile(
-    r"\b(do not|don't|no|without|not)\b[^.\n]{0,30}\b(code|coding|implement\w*|program\w*)\b"
-    r"|\b(only|just)\b.{0,20}\bplan\b|\bplan only\b",
-    re.IGNORECASE,
-)
-QUESTION = re.compile(
-    r"\s*(what|which|who|whose|why|where|when|how|is|are|was|were|did|does|do|has|have)\b[^?]*\?", re.I
-)
-NO_CHANGE = re.compile(r"\b(?:chang|writ|modify|edit|touch)\w* (?:nothing|no)\b|\b(?:do not|don't|without) \w+", re.I)
-SENTENCE_END = re.compile(r"(?<=[.!?;])\s+")
-FORBIDS = re.compile(r"\b(?:do not|don't|must not|without|leave)\b", re.I)
-CHANGE_WORDS = re.compile(
-    r"\b(write|create|add|fix|change|make|rename|implement|delete|remove|update|replace|refactor|repair|correct|build"
-    r"|install|run|test|move|edit|improve|convert|translate|set|put|let|make|turn|use|ensure|extend|split|sort|count"
-    r"|do|follow|go|continue|proceed|carry|start|yes|ok)\b",
-    re.IGNORECASE,
-)
-FILE_NAME = re.compile(
-    r"(?<![\w/.-])(?:[\w-]+/)*[\w-]+\.(?:py|txt|md|json|toml|ya?ml|html|css|js|ts|sh|c|h|cpp|go|rs|rb|java|csv|sql)\b"
-)
-PROGRAM = re.compile(r"\.(py|js|ts|sh|c|cpp|go|rs|rb|java)$")
-TEST_FILE = re.compile(r"(^|/)(test_\w+|\w+_test)\.py$")
-NAME = re.compile(r"(?<!\bto )\b(?:[A-Z][A-Z0-9_]{3,}|[A-Za-z][a-z0-9]*(?:_[a-z0-9]+)+)\b")  # can be searched for
-CALLED = re.compile(r"\b(?:function|method|class|variable|word) (\w+)(?: to\b| in\b|[.,;:?!]|$)")
-SEARCH = re.compile(
-    r"\b(?:find|search|look for|where|which|list)\b.*\b(?:files?|places?|uses?|functions?|lines?)\b", re.I | re.S
-)
-PATHS_WANTED = re.compile(r"\bfiles?\b.*\b(?:contain|hold|mention|use|with|have|import|call)\w*\b", re.I | re.S)
-EVERYWHERE = re.compile(r"\beverywhere\b|\b(?:all|every|each)(?: the)? (?:files?|uses?|places?|modules?)\b", re.I)
-FOUND = re.compile(r"^(?:\./)?([^\s:]+):\d+:", re.MULTILINE)  # a line of grep -n
-LEAVES_OUT = re.compile(r"\b(?:move|remov|delet|renam|drop)\w*\b", re.I)
-QUOTED_RUN = re.compile(r"`((?:python3?|node|bash|sh|pytest|make|go|cargo|npm|\./)[^`\n]*)`")
-NO_FILE = re.compile(r"No such file or directory: '([^'\n]+)'")
-USAGE = re.compile(r"^usage: ", re.I | re.M)
-LANGUAGES = {"py": "python", "js": "javascript", "ts": "typescript", "sh": "bash", "md": "markdown", "rs": "rust"}
-DEFINITION = re.compile(r"^(?:async def|def|class) ([a-zA-Z]\w*)", re.MULTILINE)
-TRACEBACK_LINE = re.compile(r'File "([^"\n]+)", line \d+')
-COMPARED_ERROR = re.compile(r"\bassert(?!Raises)\w+\(.*\b[A-Z]\w*Error\)$", re.MULTILINE)  # as if it were a result
-UNKNOWN_NAME = re.compile(r"^NameError: name '(\w+)' is not defined", re.MULTILINE)
-ERROR_LINE = re.compile(r"^\w*(?:Error|Exception)\b.*$", re.MULTILINE)
-STATUS_LINE = re.compile(r"^\[exit code (\d+)", re.MULTILINE)
-KNOW_ENOUGH = 'If you know enough, reply with {"answer":"..."}'
 IS_DONE = 'If all that was asked is done, reply with {"answer":"..."}: say what was made'
 
 LISTED_DEPTH = 3  # levels of the tree that a listing shows
@@ -4995,6 +4950,57 @@ MAX_LOOKS = 6  # calls that only look before something must be done
 MAX_MENDS = 6  # failed attempts to mend before the model may say that it failed
 TEMPERATURE, WARMER, WARMEST = 0.2, 0.2, 0.8  # the first mend is asked for at the first; a mend that failed adds
 SHOWN_FILE, SHOWN_OUTPUT = (6000, 2000), (1000, 2000)  # characters at head and tail of a longer result
+LANGUAGES = {"py": "python", "js": "javascript", "ts": "typescript", "sh": "bash", "md": "markdown", "rs": "rust"}
+
+# What stands in a prompt.
+SENTENCE_END = re.compile(r"(?<=[.!?;])\s+")
+FILE_NAME = re.compile(
+    r"(?<![\w/.-])(?:[\w-]+/)*[\w-]+\.(?:py|txt|md|json|toml|ya?ml|html|css|js|ts|sh|c|h|cpp|go|rs|rb|java|csv|sql)\b"
+)
+MAKE_PLAN = re.compile(
+    r"\b(write|make|create|prepare|propose|sketch|draw up|outline|give|want)\b[^.\n]{0,40}\bplan\b", re.I
+)
+NO_CODE = re.compile(  # "do not write code", "just a plan"
+    r"\b(do not|don't|no|without|not)\b[^.\n]{0,30}\b(code|coding|implement\w*|program\w*)\b"
+    r"|\b(only|just)\b.{0,20}\bplan\b|\bplan only\b",
+    re.I,
+)
+QUESTION = re.compile(  # at the beginning, up to its question mark
+    r"\s*(what|which|who|whose|why|where|when|how|is|are|was|were|did|does|do|has|have)\b[^?]*\?", re.I
+)
+NO_CHANGE = re.compile(r"\b(?:chang|writ|modify|edit|touch)\w* (?:nothing|no)\b|\b(?:do not|don't|without) \w+", re.I)
+CHANGE_WORDS = re.compile(  # an order, once what NO_CHANGE finds is taken away
+    r"\b(write|create|add|fix|change|make|rename|implement|delete|remove|update|replace|refactor|repair|correct|build"
+    r"|install|run|test|move|edit|improve|convert|translate|set|put|let|turn|use|ensure|extend|split|sort|count"
+    r"|do|follow|go|continue|proceed|carry|start|yes|ok)\b",
+    re.I,
+)
+FORBIDS = re.compile(r"\b(?:do not|don't|must not|without|leave)\b", re.I)  # a sentence that spares the files it names
+LEAVES_OUT = re.compile(r"\b(?:move|remov|delet|renam|drop)\w*\b", re.I)  # something is to go from a file
+EVERYWHERE = re.compile(r"\beverywhere\b|\b(?:all|every|each)(?: the)? (?:files?|uses?|places?|modules?)\b", re.I)
+SEARCH = re.compile(
+    r"\b(?:find|search|look for|where|which|list)\b.*\b(?:files?|places?|uses?|functions?|lines?)\b", re.I | re.S
+)
+PATHS_WANTED = re.compile(r"\bfiles?\b.*\b(?:contain|hold|mention|use|with|have|import|call)\w*\b", re.I | re.S)
+NAME = re.compile(r"(?<!\bto )\b(?:[A-Z][A-Z0-9_]{3,}|[A-Za-z][a-z0-9]*(?:_[a-z0-9]+)+)\b")  # TIMEOUT, total_price
+CALLED = re.compile(r"\b(?:function|method|class|variable|word) (\w+)(?: to\b| in\b|[.,;:?!]|$)")  # its name
+QUOTED_RUN = re.compile(r"`((?:python3?|node|bash|sh|pytest|make|go|cargo|npm|\./)[^`\n]*)`")
+
+# What a path and a Python module tell.
+PROGRAM = re.compile(r"\.(py|js|ts|sh|c|cpp|go|rs|rb|java)$")
+TEST_FILE = re.compile(r"(^|/)(test_\w+|\w+_test)\.py$")
+MODULE = re.compile(r"(\w+)\.py")  # a whole path: it can be imported under this name
+DEFINITION = re.compile(r"^(?:async def|def|class) ([a-zA-Z]\w*)", re.MULTILINE)
+
+# What a command printed.
+STATUS_LINE = re.compile(r"^\[exit code (\d+)", re.MULTILINE)
+FOUND = re.compile(r"^(?:\./)?([^\s:]+):\d+:", re.MULTILINE)  # a line of grep -n
+USAGE = re.compile(r"^usage: ", re.I | re.M)
+NO_FILE = re.compile(r"No such file or directory: '([^'\n]+)'")
+TRACEBACK_LINE = re.compile(r'File "([^"\n]+)", line \d+')
+ERROR_LINE = re.compile(r"^\w*(?:Error|Exception)\b.*$", re.MULTILINE)
+COMPARED_ERROR = re.compile(r"\bassert(?!Raises)\w+\(.*\b[A-Z]\w*Error\)$", re.MULTILINE)  # as if it were a result
+UNKNOWN_NAME = re.compile(r"^NameError: name '(\w+)' is not defined", re.MULTILINE)
 
 
 def _compact(value: Any) -> str:
@@ -5010,8 +5016,51 @@ def _one_of(values: Iterable[str]) -> dict[str, Any]:
     return {"type": "string", "enum": [*values]}
 
 
+def _writing(paths: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """The offer to write one of these files."""
+    return {"write_to_file": {"path": _one_of(paths)}}
+
+
+class Task:
+    """What a prompt asks. Its kind is "plan" (only a plan is wanted), "question" or "work"."""
+
+    def __init__(self, prompt: str) -> None:
+        asked = QUESTION.match(prompt)  # what follows a question may still be an order
+        is_work = bool(CHANGE_WORDS.search(NO_CHANGE.sub("", prompt[asked.end() if asked else 0 :])))
+        is_plan = MAKE_PLAN.search(prompt) and NO_CODE.search(prompt) and not prompt.startswith(GO_OPENING)
+        self.prompt = prompt
+        self.kind = "plan" if is_plan else "work" if is_work else "question"
+        named = FILE_NAME.findall(prompt)
+        self.files = [name for name in named if name not in PLAN_FILES]
+        self.names = [name for name in NAME.findall(prompt) + CALLED.findall(prompt) if name not in named]
+        self.spared = FILE_NAME.findall(" ".join(filter(FORBIDS.search, SENTENCE_END.split(prompt))))
+        self.leaves_out = bool(LEAVES_OUT.search(prompt))
+        self.is_everywhere = self.kind == "work" and bool(EVERYWHERE.search(prompt))
+        self.check = next(iter(QUOTED_RUN.findall(prompt)), "")  # the command that it quotes
+        self.reminder = f"The task: {clip_to(prompt, 600)}"
+
+    def search(self) -> tuple[str, str]:
+        """(the name to be found, the command that finds it), both "" when nothing is to be found."""
+        for sentence in SENTENCE_END.split(self.prompt) if self.kind != "plan" else []:
+            name = next((name for name in self.names if name in sentence), "")
+            if name and PATHS_WANTED.search(sentence) and SEARCH.search(sentence):
+                return name, f"grep -rlwI {name} . | sort"
+            if name and (SEARCH.search(sentence) or EVERYWHERE.search(sentence)):
+                return name, f"grep -rnwI {name} ."
+        return "", ""
+
+    def know_enough(self) -> str:
+        """The words that offer to answer a question."""
+        about_code = ", with the names of the functions and files" if self.names or SEARCH.search(self.prompt) else ""
+        return f'If you know enough, reply with {{"answer":"..."}}{about_code}.'
+
+
 class Course:
-    """Where the work stands, as the transcript tells: taken in message by message, it says what may come next."""
+    """Where the work stands, as the transcript tells: taken in message by message, it says what may come next.
+
+    _advice and _next ask for the same circumstances in different orders: the advice speaks of the last result, the
+    offer also guards against what a model does after it. About 50 pairs of the two occur, so no one table has both.
+    """
 
     def __init__(self, guide: str = "") -> None:
         self.sent: list[Message] = []
@@ -5019,52 +5068,42 @@ class Course:
         self.texts: dict[str, str] = {}  # what is known of files: their whole text
         self.present: set[str] = set()  # files known to be there
         self.absent: set[str] = set()  # files that could not be read
-        self.folders: set[str] = set()
+        self.folders: set[str] = set()  # whose content a listing did not reach
         self._begin("")
 
     def _begin(self, prompt: str) -> None:
-        """A turn: its kind is "plan" (only a plan is wanted), "question" or "work"."""
-        asked = QUESTION.match(prompt)  # what follows a question may still be an order
-        is_work = bool(CHANGE_WORDS.search(NO_CHANGE.sub("", prompt[asked.end() if asked else 0 :])))
-        is_plan = MAKE_PLAN.search(prompt) and NO_CODE.search(prompt) and not prompt.startswith(GO_OPENING)
-        self.kind = "plan" if is_plan else "work" if is_work else "question"
-        self.prompt = prompt
-        self.failure = ""  # what the last run printed, if it failed
-        self.asked = [name for name in FILE_NAME.findall(prompt) if name not in PLAN_FILES]
-        self.names = [
-            name for name in NAME.findall(prompt) + CALLED.findall(prompt) if name not in FILE_NAME.findall(prompt)
-        ]
-        self.sought, self.search = self._search_for(prompt)  # a name, and the command that is to be run first
-        self.hits: list[str] = []  # files that it found, where their text matters
-        self.looks = self.mends = 0  # calls that only looked in a row; mends that failed
+        """A turn: of what went before, only what is known of files remains."""
+        self.task = Task(prompt)
+        # What was done.
         self.last = ""  # the last tool
-        self.wrote: list[str] = []
         self.read: list[str] = []
-        self.errors: list[str] | None = None  # what the last failure said, and how often it said that again
-        self.same_failures = 0
-        self.is_refused = False  # the last write was
-        self.check = next(iter(QUOTED_RUN.findall(prompt)), "")  # the command that shows whether it works
-        self.output = ""  # what the last command printed, if it ended well
+        self.wrote: list[str] = []
+        self.looks = 0  # calls that only looked, in a row
+        self.is_listed = self.has_run = False
+        self.is_repeated = False  # the last call was made before, and nothing has changed since
+        self._made: set[str] = set()  # the calls since the last change
+        # The search that comes first.
+        self.sought, self.search = self.task.search()  # a name, and the command that is to be run next for it
+        self.hits: list[str] = []  # files that it found, where their text matters
+        # The last write.
+        self.is_refused = self.is_unchanged = False  # it was refused; it was what the file held before
+        self.vain = 0  # writes that changed nothing
+        # The last run.
+        self.check = self.task.check  # the command that shows whether it works
+        self.output = ""  # what it printed, if it ended well
+        self.is_unchecked = False  # a program was written after it
+        self.is_misused = False  # it was given wrong arguments
+        self.not_there = ""  # a file that it was given and that is not there
         self.silent_runs = 0  # runs of what was written that ended well and printed nothing
         self.proofs = 0  # runs that ended well, each after a change of files that had been changed before
         self._proven: set[str] = set()  # these files
-        self.vain = 0  # writes that changed nothing
-        self.is_listed = self.has_run = self.is_unchecked = self.is_failing = self.is_unchanged = False
-        self.is_misused = False  # the last command was given wrong arguments
-        self.not_there = ""  # a file that it was given and that is not there
-        self.is_repeated = False  # the last call was made before, and nothing has changed since
-        self._made: set[str] = set()  # the calls since the last change
-        self.suspects: list[str] = []
-
-    def _search_for(self, prompt: str) -> tuple[str, str]:
-        """(the name to be found, the command that finds it), both "" when nothing is to be found."""
-        for sentence in SENTENCE_END.split(prompt) if self.kind != "plan" else []:
-            name = next((name for name in self.names if name in sentence), "")
-            if name and PATHS_WANTED.search(sentence) and SEARCH.search(sentence):
-                return name, f"grep -rlwI {name} . | sort"
-            if name and (SEARCH.search(sentence) or EVERYWHERE.search(sentence)):
-                return name, f"grep -rnwI {name} ."
-        return "", ""
+        # The failure that is to be mended.
+        self.is_failing = False
+        self.failure = ""  # what the run printed
+        self.suspects: list[str] = []  # the files that may be to blame, the likeliest first
+        self.mends = 0  # runs that failed
+        self._errors: list[str] | None = None  # what the failure said,
+        self._same_failures = 0  # and how often it said that again
 
     @property
     def unread_hits(self) -> list[str]:
@@ -5074,18 +5113,20 @@ class Course:
     @property
     def unchanged_hits(self) -> list[str]:
         """Files that were found, and are to be changed because the prompt says so of all."""
-        is_wide = self.kind == "work" and EVERYWHERE.search(self.prompt)
-        return [name for name in self.hits if name not in (*self.wrote, *self.absent)] if is_wide else []
+        if not self.task.is_everywhere:
+            return []
+        return [name for name in self.hits if name not in (*self.wrote, *self.absent)]
 
     @property
     def carries_out(self) -> bool:
         """Whether the work is what plan.txt or spec.txt says, and not what the prompt itself says of files."""
-        return not self.asked and (PLAN_FILE in self.texts or (SPEC_FILE in self.prompt and SPEC_FILE in self.texts))
+        is_spec = SPEC_FILE in self.task.prompt and SPEC_FILE in self.texts
+        return not self.task.files and (is_spec or PLAN_FILE in self.texts)
 
     @property
     def missing(self) -> list[str]:
         """Files that the plan or its spec names and that are not there yet, while they are carried out."""
-        if self.kind != "work" or not self.carries_out:
+        if self.task.kind != "work" or not self.carries_out:
             return []
         named = [name for file in PLAN_FILES for name in FILE_NAME.findall(self.texts.get(file, ""))]
         return [name for name in dict.fromkeys(named) if name not in self.present]
@@ -5093,7 +5134,7 @@ class Course:
     @property
     def unwritten(self) -> list[str]:
         """Files that the prompt names and that are not there yet."""
-        return [name for name in self.asked if name not in self.present and name not in self.wrote]
+        return [name for name in self.task.files if name not in self.present]
 
     @property
     def shows_nothing(self) -> bool:
@@ -5104,16 +5145,14 @@ class Course:
     @property
     def shows_example(self) -> bool:
         """Whether the last run has called such a module with an example: only reading tells whether it is right."""
-        return bool(self.silent_runs and self.last == "run_shell_command" and self.output and self.wrote)
+        return bool(self.silent_runs and self.last == "run_shell_command" and self.output)
 
     @property
     def left_out(self) -> list[str]:
         """Files that the prompt names, is read and has not changed although something is to leave one for another."""
-        if self.kind != "work" or self.carries_out or not LEAVES_OUT.search(self.prompt):
+        if self.task.kind != "work" or self.carries_out or not self.task.leaves_out:
             return []
-        forbidden = " ".join(filter(FORBIDS.search, SENTENCE_END.split(self.prompt)))
-        spared = FILE_NAME.findall(forbidden)
-        return [name for name in self.read if name in self.asked and name not in (*self.wrote, *spared)]
+        return [name for name in self.read if name in self.task.files and name not in (*self.wrote, *self.task.spared)]
 
     @property
     def temperature(self) -> float:
@@ -5197,11 +5236,11 @@ class Course:
         """Whether a file is asked for on a page of its own: one to be changed, or to hold what a command found."""
         is_known = bool(self.texts.get(path, "").strip()) and path not in PLAN_FILES
         has_source = bool(self.output or self.read) and not PROGRAM.search(path) and path not in PLAN_FILES
-        return self.is_failing or (self.kind == "work" and (is_known or has_source))
+        return self.is_failing or (self.task.kind == "work" and (is_known or has_source))
 
     def own_page(self, path: str) -> list[Message]:
         """The request for a changed file, on a fresh page: below what was said before a small model copies that."""
-        task = self.texts.get(SPEC_FILE, "") if self.carries_out else ""
+        spec = self.texts.get(SPEC_FILE, "") if self.carries_out else ""
         if self.is_failing:
             names = [*[name for name in self.read if PROGRAM.search(name)][-2:], *self.suspects]
             failure = [f"The check failed:\n{self.failure}", *self._missing_imports()]
@@ -5213,14 +5252,15 @@ class Course:
                 )
         else:
             others = [name for name in self.texts if name not in (path, *PLAN_FILES)]
-            names = ([name for name in others if name in (*self.read, *self.wrote, *self.asked)] or others)[-3:]
+            names = ([name for name in others if name in (*self.read, *self.wrote, *self.task.files)] or others)[-3:]
             failure = [f"A command has shown:\n{self.output}"] if self.output else []
-            order = f"Say in one sentence what has to change in {path} for that. Then give the changed {path}"
-            order = order if path in self.texts else f"Give the content of {path}"
+            order = f"Give the content of {path}"
+            if path in self.texts:
+                order = f"Say in one sentence what has to change in {path} for that. Then give the changed {path}"
         shown = dict.fromkeys([*names, *([path] if path in self.texts else [])])
         files = [f"{name}:\n{self.fence(name)}{self.texts.get(name, '')}```" for name in shown]
         text = "\n\n".join(
-            [f"The task: {task or self.prompt}", *files, *failure, f"{order}, complete, in one code block."]
+            [f"The task: {spec or self.task.prompt}", *files, *failure, f"{order}, complete, in one code block."]
         )
         return [system_message("You are a careful programmer."), user_message(text)]
 
@@ -5228,24 +5268,25 @@ class Course:
         """Where the names are defined that the failure does not know."""
         unknown = dict.fromkeys(UNKNOWN_NAME.findall(self.failure))
         lines = [
-            f"It has to begin with: from {path.removesuffix('.py')} import {name}"
+            f"It has to begin with: from {module[1]} import {name}"
             for path, text in self.texts.items()
             for name in unknown
-            if re.fullmatch(r"\w+\.py", path) and name in DEFINITION.findall(text)
+            if (module := MODULE.fullmatch(path)) and name in DEFINITION.findall(text)
         ]
         return ["\n".join(lines)] if lines else []
 
     def keeps_what_is_left_out(self, path: str) -> bool:
         """Whether a function that a changed Python module lacks was only forgotten."""
-        return path.endswith(".py") and (self.is_failing or not LEAVES_OUT.search(self.prompt))
+        return path.endswith(".py") and (self.is_failing or not self.task.leaves_out)
 
     def _imports(self, *files: str) -> str:
         """The lines that import what these programs define."""
         lines = ""
         for path in dict.fromkeys(files):
             names = DEFINITION.findall(self.texts.get(path, ""))
-            if re.fullmatch(r"\w+\.py", path) and not TEST_FILE.search(path) and names:
-                lines += f"\nfrom {path.removesuffix('.py')} import {', '.join(names)}"
+            module = MODULE.fullmatch(path)
+            if module and not TEST_FILE.search(path) and names:
+                lines += f"\nfrom {module[1]} import {', '.join(names)}"
         return lines
 
     def _note(self, tool: str, path: str, content: str, result: str) -> None:
@@ -5304,8 +5345,8 @@ class Course:
             self.mends += 1
             self.failure = result
             errors = ERROR_LINE.findall(result)
-            self.same_failures = self.same_failures + 1 if errors == self.errors else 0
-            self.errors = errors
+            self._same_failures = self._same_failures + 1 if errors == self._errors else 0
+            self._errors = errors
             self.suspects = self._ranked(list(dict.fromkeys(programs)), result)
 
     def _note_search(self) -> None:
@@ -5328,7 +5369,7 @@ class Course:
             files.sort(key=lambda name: name != blamed[-1])
         else:  # a test that fails speaks of the program
             files.sort(key=lambda name: bool(TEST_FILE.search(name)))
-        turn = self.same_failures % len(files)  # a mend that changed nothing was in the wrong place
+        turn = self._same_failures % len(files)  # a mend that changed nothing was in the wrong place
         return files[turn:] + files[:turn]
 
     def _opening(self) -> str:
@@ -5337,36 +5378,31 @@ class Course:
             return f"Carry out {PLAN_FILE}. Files to write: {', '.join(self.missing)}."
         if self.search:
             return f"Search first: {self.search}"
-        return self._know_enough() if self.kind == "question" else ""
-
-    def _know_enough(self) -> str:
-        is_about_code = self.names or SEARCH.search(self.prompt)
-        return f"{KNOW_ENOUGH}{', with the names of the functions and files' if is_about_code else ''}."
+        return self.task.know_enough() if self.task.kind == "question" else ""
 
     def _task_again(self) -> str:
         """The task at the end, where a small model looks first; not that of a whole plan."""
-        return "" if self.carries_out else f" The task was: {clip_to(self.prompt, 600)}"
+        return "" if self.carries_out else f" The task was: {clip_to(self.task.prompt, 600)}"
 
     def _advice(self) -> str:
         """What is added to a result: the next step, in few words."""
-        if self.kind == "plan":
+        if self.task.kind == "plan":
             if PLAN_FILE in self.wrote:
                 return "The plan is written. Answer now: say in a few words what the plan is."
-            return (
-                f"Now write the plan, in numbered steps, to {PLAN_FILE}. No code." if self.last != "list_files" else ""
-            )
+            is_listing = self.last == "list_files"
+            return "" if is_listing else f"Now write the plan, in numbered steps, to {PLAN_FILE}. No code."
         if self.search:
             return f"Nothing was found. The name may be made of parts. Search for one: {self.search}"
-        if self.kind == "question":
-            return "" if self.unread_hits else self._know_enough()
+        if self.task.kind == "question":
+            return "" if self.unread_hits else self.task.know_enough()
         if self.is_misused:
             files = sorted(self.present, key=lambda name: (bool(PROGRAM.search(name)), name))[:20]
             hint = f"There is no {self.not_there}." if self.not_there else "It needs other arguments."
             return f"{hint} Run it with a file that is there: {', '.join(files)}." if files else hint
         if self.missing:
             return f"Now write {self.missing[0]}."
-        if self.hits and not self.unread_hits and self.unchanged_hits:
-            return f"Next: {self.unchanged_hits[0]}. The task: {clip_to(self.prompt, 600)}"
+        if self.unchanged_hits and not self.unread_hits:
+            return f"Next: {self.unchanged_hits[0]}. {self.task.reminder}"
         if self.last == "write_to_file" and self.wrote and (self.unwritten or self.left_out):
             return f"Next: {[*self.unwritten, *self.left_out][0]}."
         if self.last == "write_to_file" and self.is_unchecked:
@@ -5394,14 +5430,10 @@ class Course:
         if self.last == "run_shell_command" and self.wrote:
             return f"{IS_DONE}, and what the check showed.{self._task_again()}"
         if self.is_unchanged:
-            return f"That is what it held before: nothing was changed. The task: {clip_to(self.prompt, 600)}"
+            return f"That is what it held before: nothing was changed. {self.task.reminder}"
         if self.wrote:
             return f"{IS_DONE}.{self._task_again()}"
-        return (
-            ""
-            if self.last == "run_shell_command"
-            else f"Nothing has been changed yet. The task: {clip_to(self.prompt, 600)}"
-        )
+        return "" if self.last == "run_shell_command" else f"Nothing has been changed yet. {self.task.reminder}"
 
     def schema(self) -> dict[str, Any]:
         """The JSON schema of the next reply: one object for each tool that makes sense now, one for the answer."""
@@ -5419,27 +5451,30 @@ class Course:
 
     def _next(self) -> tuple[dict[str, dict[str, Any]], bool]:
         """(the tools that make sense now with the schemas of their arguments, whether it may answer)."""
-        named = {*self.asked, *([SPEC_FILE] if SPEC_FILE in self.prompt else [])}
+        named = {*self.task.files, *([SPEC_FILE] if SPEC_FILE in self.task.prompt else [])}
         unread = sorted((self.present | named) - set(self.texts) - self.absent)[:200]
+        whole_tree = {"list_files": {"depth": {"const": LISTED_DEPTH}}}
         looking: dict[str, dict[str, Any]] = {}
         if self.looks < MAX_LOOKS:
-            if not self.is_listed or self.folders:
-                below = {"directory": _one_of(sorted(self.folders))}
-                looking["list_files"] = below if self.folders else {"depth": {"const": LISTED_DEPTH}}
+            if self.folders:
+                looking["list_files"] = {"directory": _one_of(sorted(self.folders))}
+            elif not self.is_listed:
+                looking |= whole_tree
             if unread:  # a second look at the same brings nothing, and a name from memory is the example's
                 looking["read_from_file"] = {"path": _one_of(unread)}
         writing = {"write_to_file": {"path": {"type": "string"}}}
-        is_wide = LEAVES_OUT.search(self.prompt) and not self.carries_out  # what leaves one file comes into another
+        is_wide = self.task.leaves_out and not self.carries_out  # what leaves one file comes into another
         others = [name for name in self.texts if name not in (*self.wrote, *PLAN_FILES)] if is_wide else []
-        changing = {"write_to_file": {"path": _one_of(others)}} if others else {}
+        changing = _writing(others) if others else {}
         running = {"run_shell_command": {"command": {"type": "string"}}}
+        has_just_run = self.last == "run_shell_command"
         if self.search:
             return running, False
         if self.unread_hits:
             return {"read_from_file": {"path": _one_of(self.unread_hits)}}, False
-        if self.kind == "question":
+        if self.task.kind == "question":
             return {} if self.is_repeated else looking | ({} if self.has_run else running), True
-        if self.kind == "plan":
+        if self.task.kind == "plan":
             if PLAN_FILE in self.wrote:
                 return {}, True
             plan = {"write_to_file": {"path": {"const": PLAN_FILE}}}
@@ -5447,33 +5482,32 @@ class Course:
         if self.is_refused:
             return looking | writing | running, True
         if self.unchanged_hits:
-            return {"write_to_file": {"path": _one_of(self.unchanged_hits[:1])}}, False
+            return _writing(self.unchanged_hits[:1]), False
         if self.missing:
-            first = {"write_to_file": {"path": _one_of(self.missing)}}
-            return first if self.is_listed else {"list_files": {"depth": {"const": LISTED_DEPTH}}}, False
+            return _writing(self.missing) if self.is_listed else whole_tree, False
         if self.left_out and self.wrote and not self.unwritten:
-            return {"write_to_file": {"path": _one_of(self.left_out[:1])}}, False
+            return _writing(self.left_out[:1]), False
         if self.is_misused and self.not_there and not self.is_listed:
-            return {"list_files": {"depth": {"const": LISTED_DEPTH}}}, False
+            return whole_tree, False
         if self.is_unchecked:
             if self.check and self.wrote and not self.is_misused:  # the same again: else it runs what cannot fail
                 running = {"run_shell_command": {"command": {"const": self.check}}}
             return running | (writing if self.unwritten else changing), False
         if self.is_failing:
-            return {} if self.mends > MAX_MENDS else {"write_to_file": {"path": _one_of(self.suspects[:1])}}, False
-        if self.proofs > 1 + bool(self.silent_runs) and self.last == "run_shell_command" and not self.is_failing:
+            return {} if self.mends > MAX_MENDS else _writing(self.suspects[:1]), False
+        if has_just_run and self.proofs > 1 + bool(self.silent_runs):
             return {}, True  # it would change what is right already
         if self.shows_nothing:
             return running, False
         if self.shows_example:
-            return {"write_to_file": {"path": _one_of(dict.fromkeys(self.wrote))}}, True
-        if self.carries_out and self.wrote and self.last == "run_shell_command":
+            return _writing(dict.fromkeys(self.wrote)), True
+        if has_just_run and self.carries_out and self.wrote:
             return {}, True  # the plan is carried out and checked
         if self.is_repeated:  # it would go on like that
             return (changing, True) if self.wrote else (writing, False)
-        if self.asked and not self.wrote and not set(self.asked) - set(self.texts) - self.absent:
+        if self.task.files and not self.wrote and not {*self.task.files} - {*self.texts} - self.absent:
             looking = {}
-        return looking | writing | running, bool(self.wrote) or self.last == "run_shell_command" or self.looks > 3
+        return looking | writing | running, bool(self.wrote) or has_just_run or self.looks > 3
 
 
 # --- Provider: JSON wire --------------------------------------------------------------------------

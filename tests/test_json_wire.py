@@ -269,7 +269,7 @@ def test_a_write_that_changes_nothing_is_said_and_tried_otherwise() -> None:
     ],
 )
 def test_the_prompt_tells_what_kind_of_turn_it_is(prompt: str, kind: str) -> None:
-    assert course(agent.user_message(prompt)).kind == kind
+    assert course(agent.user_message(prompt)).task.kind == kind
 
 
 def shortened(*prompts: str, rest: str = "") -> Message:
@@ -295,7 +295,7 @@ def shortened(*prompts: str, rest: str = "") -> Message:
 def test_after_a_compaction_the_latest_prompt_tells_the_kind(later: str, rest: str, kind: str) -> None:
     """Not the summary, not an earlier prompt, not a pinned plan."""
     taken = course(shortened("Write a plan to plan.txt. Do not write code yet.", later, rest=rest))
-    assert (taken.kind, taken.prompt) == (kind, rest or later)
+    assert (taken.task.kind, taken.task.prompt) == (kind, rest or later)
     assert taken.texts == {
         "spec.txt": "Write calc.py\n\nand test_calc.py.\n",
         "plan.txt": "1. Write calc.py\n2. Run the tests. Do not write code yet.\n",
@@ -305,7 +305,7 @@ def test_after_a_compaction_the_latest_prompt_tells_the_kind(later: str, rest: s
 def test_a_plan_that_is_pinned_at_a_restart_is_not_the_prompt() -> None:
     pin = agent.PINNED.format(name="plan.txt", text="1. Write calc.py\n2. Run the tests.")
     taken = course(agent.user_message(f"{pin}\n\nWhat was done here so far?"))
-    assert taken.kind == "question"
+    assert taken.task.kind == "question"
     assert "answer" in choices(taken)
 
 

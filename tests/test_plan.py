@@ -168,7 +168,7 @@ def test_the_json_wire_tells_plan_and_go_apart(words: str) -> None:
     course = agent.Course()
     for prompt, kind in ((agent.plan_prompt(True, words), "plan"), (agent.go_prompt(words, True), "work")):
         course.take(agent.user_message(prompt), {})
-        assert course.kind == kind
+        assert course.task.kind == kind
     assert agent.is_plan_prompt(agent.plan_prompt(False, words))
     assert not agent.is_plan_prompt(agent.go_prompt(words, False))
 
