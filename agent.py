@@ -4452,8 +4452,13 @@ class CallSlot:
 
     id: str
     name: str
-    arguments: str
+    written: list[str]  # the pieces of its arguments
     extra: dict[str, Any]  # what is sent back beside it, unchanged
+
+    @property
+    def arguments(self) -> str:
+        """The arguments as far as they came."""
+        return "".join(self.written)
 
     @classmethod
     def of(cls, piece: dict[str, Any]) -> CallSlot:
@@ -4465,7 +4470,9 @@ class CallSlot:
         given = (piece.get("id"), function.get("name"), arguments)
         identity, name, written = (text if isinstance(text, str) else "" for text in given)
         extra = piece.get("extra_content")
-        return cls(identity, name, written, {"extra_content": extra} if isinstance(extra, dict) else {})
+        return cls(
+            identity, name, [written] if written else [], {"extra_content": extra} if isinstance(extra, dict) else {}
+        )
 
     def is_followed_by(self, piece: CallSlot) -> bool:
         """Whether a piece for this slot begins another call."""
@@ -4494,13 +4501,13 @@ class CallSlots:
         if slot and slot.id == piece.id != "" and piece.name and slot.arguments == piece.arguments != "":
             return  # the whole call once more
         if slot is None or slot.is_followed_by(piece):
-            slot = CallSlot("", "", "", {})
+            slot = CallSlot("", "", [], {})
             self.calls.append(slot)
         if isinstance(index, int):
             self._by_index[index] = slot
         slot.id = slot.id or piece.id
         slot.name += piece.name if piece.name != slot.name else ""
-        slot.arguments += piece.arguments
+        slot.written += piece.written
         slot.extra = piece.extra or slot.extra
 
 
@@ -5729,6 +5736,8 @@ def get_json(url: str, api_key: str = "", timeout_s: float = 10) -> Any:
             return json.loads(response.read(5_000_000))
     except http.client.HTTPException as exc:
         raise OSError(str(exc) or type(exc).__name__) from None
+    except RecursionError:
+        raise ValueError("JSON that is nested too deeply") from None
 
 
 def list_models(base_url: str, api_key: str = "", timeout_s: float = 10) -> list[str]:
@@ -6020,7 +6029,7 @@ class HttpProvider:
                 await exchange.close()
             if reply:
                 reports.append(reply.usage)
-                if awaits_content(reply.message) and isinstance(wire, JsonWire):
+                if isinstance(wire, JsonWire) and awaits_content(reply.message):
                     messages = [*messages, reply.message]
                     continue
                 for delta in gate.release() if reply.text else ():

@@ -618,6 +618,33 @@ def test_a_tool_is_found_by_odd_spellings(name: str) -> None:
     assert agent.find_tool(name).name == "read_from_file"
 
 
+class DeepJson(http.server.BaseHTTPRequestHandler):
+    """Answers with JSON that no reader can take."""
+
+    def do_GET(self) -> None:
+        """Answer a GET."""
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b"[" * 100_000)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Say nothing."""
+
+
+def test_json_of_any_depth_is_a_mistake_of_who_sent_it(server: Serve, converse: Converse) -> None:
+    deep = '{"path": ' + "[" * 100_000
+    whole = {"index": 0, "id": "x", "function": {"name": "read_from_file", "arguments": deep}}
+    chunk = {"choices": [{"index": 0, "delta": {"tool_calls": [whole]}, "finish_reason": "tool_calls"}]}
+    fake = server(raw([f"data: {json.dumps(chunk)}\n\n", "data: [DONE]\n\n"]), text("ok"))
+    assert converse(fake).send("go").reason == "done"
+    assert fake.last.messages[-1]["role"] == "tool"
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), DeepJson) as listener:
+        threading.Thread(target=listener.serve_forever, daemon=True).start()
+        with pytest.raises(ValueError, match="too deeply"):
+            agent.list_models(f"http://127.0.0.1:{listener.server_port}")
+        listener.shutdown()
+
+
 def test_a_reply_with_one_unreadable_call_runs_none(server: Serve, converse: Converse, workspace: Path) -> None:
     batch = calls(call("write_to_file", path="a", content="x"), raw_call("list_files", "{"))
     fake = server(batch, text("ok"))
