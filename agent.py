@@ -3888,7 +3888,7 @@ class Failure:
 
 
 # what no server says
-TIMED_OUT, BROKEN_OFF, NO_CONNECTION = "timed out", "broken off", "no connection"
+TIMED_OUT, BROKEN_OFF, NO_CONNECTION, ENDLESS = "timed out", "broken off", "no connection", "endless"
 
 
 class Failed(Exception):
@@ -3993,6 +3993,8 @@ def _verdict(failure: Failure, where: str, model: str, size: int) -> ProviderErr
     said = failure.said.rstrip(" .") or f"HTTP {status}"
     if text in (TIMED_OUT, BROKEN_OFF):
         return ProviderError(f"{where}: {said}", True)
+    if text == ENDLESS:
+        return ProviderError(f"{where} gives no usable reply ({said}). Try another model, or check the server.")
     if text == NO_CONNECTION and says(r"certificate|SSL", said):
         hint = "Set SSL_CERT_FILE to the file with your organisation's certificates, or check the address."
         return ProviderError(f"no trusted connection to {where} ({said}). {hint}")
@@ -4235,14 +4237,18 @@ class EventStream:
     """
 
     def __init__(self) -> None:
-        self._rest = b""
+        self._rest: list[bytes] = []  # of a line whose end has not come
         self._data: list[str] = []
         self._first = True
 
     def feed(self, chunk: bytes) -> list[str]:
         """The data of the events that this chunk completes."""
-        *lines, self._rest = (self._rest + chunk).split(b"\n")
+        *lines, rest = chunk.split(b"\n")
         events: list[str] = []
+        if lines:
+            lines[0] = b"".join([*self._rest, lines[0]])
+            self._rest = []
+        self._rest.append(rest)
         for line in lines:
             self._line(line.rstrip(b"\r"), events)
         return events
@@ -4250,7 +4256,7 @@ class EventStream:
     def end(self) -> list[str]:
         """The data of a last event that was not closed by a blank line."""
         events: list[str] = []
-        self._line(self._rest.rstrip(b"\r"), events)
+        self._line(b"".join(self._rest).rstrip(b"\r"), events)
         self._line(b"", events)
         return events
 
@@ -4327,18 +4333,17 @@ class ThoughtFilter:
 
     def __init__(self, thinks_first: bool = False) -> None:
         self.thinks_first = thinks_first
-        self._pieces: list[str] = []  # of the answer
-        self._tail = ""  # its end, in which an end tag may have begun
+        self.said: list[str] = []
+        """The pieces of the answer so far, none of them empty."""
         self._held = ""  # not decided yet: the beginning, or what may be the start of the end tag
         self._end = THINK_TAGS[0][1] if thinks_first else ""  # the tag that ends the thinking we are in
         self._begun = False
-        self._thought = ""
+        self._thought: list[str] = []
 
     @property
     def answer(self) -> str:
         """The answer so far."""
-        self._pieces = ["".join(self._pieces)]
-        return self._pieces[0]
+        return "".join(self.said)
 
     def feed(self, text: str) -> list[Delta]:
         """The deltas that this piece of text completes."""
@@ -4358,7 +4363,8 @@ class ThoughtFilter:
         keep = next((n for n in range(len(self._end) - 1, 0, -1) if thought.endswith(self._end[:n])), 0)
         if not tag and keep:
             thought, rest = thought[:-keep], thought[-keep:]
-        self._held, self._thought = rest, self._thought + thought
+        self._held = rest
+        self._thought.append(thought)
         deltas: list[Delta] = [ThinkingDelta(thought)] if thought else []
         if tag:
             self._held, self._end = rest.lstrip("\n"), ""
@@ -4368,23 +4374,24 @@ class ThoughtFilter:
     def _say(self) -> list[Delta]:
         text, self._held = self._held, ""
         deltas: list[Delta] = []
-        if not self.thinks_first and "</think>" in self._tail + text:
+        if not self.thinks_first and "</think>" in "".join(self.said[-8:]) + text:
             so_far = self.answer
             if found := LONE_END.search(so_far + text):
                 thought, text = (
                     (so_far + text)[len(so_far) : found.start()],
                     (so_far + text)[found.end() :].lstrip("\n"),
                 )
-                self._pieces, self.thinks_first = [], True
+                self.said, self.thinks_first = [], True
                 deltas += [ThinkingDelta(thought)] if thought else []
-        self._pieces.append(text)
-        self._tail = (self._tail + text)[-8:]
-        return [*deltas, TextDelta(text)] if text else deltas
+        if text:
+            self.said.append(text)
+            deltas.append(TextDelta(text))
+        return deltas
 
     def finish(self) -> list[Delta]:
         """What was held back to the end; what seemed to be thinking is the answer if its end never came."""
         if self._end and self.thinks_first:
-            self._end, self._held = "", self._thought + self._held
+            self._end, self._held = "", "".join(self._thought) + self._held
         if self._end:
             thought, self._held = self._held, ""
             return [ThinkingDelta(thought)] if thought else []
@@ -4460,8 +4467,13 @@ class CallSlot:
 
     id: str
     name: str
-    arguments: str
+    written: list[str]  # the pieces of its arguments
     extra: dict[str, Any]  # what is sent back beside it, unchanged
+
+    @property
+    def arguments(self) -> str:
+        """The arguments as far as they came."""
+        return "".join(self.written)
 
     @classmethod
     def of(cls, piece: dict[str, Any]) -> CallSlot:
@@ -4473,7 +4485,9 @@ class CallSlot:
         given = (piece.get("id"), function.get("name"), arguments)
         identity, name, written = (text if isinstance(text, str) else "" for text in given)
         extra = piece.get("extra_content")
-        return cls(identity, name, written, {"extra_content": extra} if isinstance(extra, dict) else {})
+        return cls(
+            identity, name, [written] if written else [], {"extra_content": extra} if isinstance(extra, dict) else {}
+        )
 
     def is_followed_by(self, piece: CallSlot) -> bool:
         """Whether a piece for this slot begins another call."""
@@ -4502,13 +4516,13 @@ class CallSlots:
         if slot and slot.id == piece.id != "" and piece.name and slot.arguments == piece.arguments != "":
             return  # the whole call once more
         if slot is None or slot.is_followed_by(piece):
-            slot = CallSlot("", "", "", {})
+            slot = CallSlot("", "", [], {})
             self.calls.append(slot)
         if isinstance(index, int):
             self._by_index[index] = slot
         slot.id = slot.id or piece.id
         slot.name += piece.name if piece.name != slot.name else ""
-        slot.arguments += piece.arguments
+        slot.written += piece.written
         slot.extra = piece.extra or slot.extra
 
 
@@ -4531,7 +4545,7 @@ class ChatReader(ReplyReader):
         self._source = source
         self._filter = ThoughtFilter(thinks_first)
         self._slots = CallSlots()
-        self._thoughts: dict[str, str] = {}
+        self._thoughts: dict[str, list[str]] = {}
         self._details: list[dict[str, Any]] = []
         self._finish = ""
         self._usage: Usage | None = None
@@ -4549,7 +4563,7 @@ class ChatReader(ReplyReader):
         for choice in _objects(choices):
             self._usage = _usage(choice.get("usage")) or self._usage
             delta, whole = _fields(choice.get("delta")), _fields(choice.get("message"))
-            if delta or not (self._filter.answer or self._slots.calls):
+            if delta or not (self._filter.said or self._slots.calls):
                 deltas += self._delta(delta or whole)
             if isinstance(choice.get("finish_reason"), str):
                 self._finish = choice["finish_reason"] or self._finish
@@ -4570,7 +4584,7 @@ class ChatReader(ReplyReader):
         _merge_details(self._details, delta.get("reasoning_details"))
         for key in REASONING_KEYS:
             if thought := _text_of(delta.get(key)):
-                self._thoughts[key] = self._thoughts.get(key, "") + thought
+                self._thoughts.setdefault(key, []).append(thought)
                 deltas.append(ThinkingDelta(thought))
                 break
         content = delta.get("content")
@@ -4596,7 +4610,8 @@ class ChatReader(ReplyReader):
         finish = checked_finish(self._finish)
         if finish == "length" and not text and not calls and not self._thoughts and not (self._usage or Usage()).output:
             raise Failed(Failure("context_length_exceeded", "no room was left for an answer"))
-        native: dict[str, Any] = {"reasoning": dict(self._thoughts)} if self._thoughts else {}
+        thoughts = {key: "".join(pieces) for key, pieces in self._thoughts.items()}
+        native: dict[str, Any] = {"reasoning": thoughts} if thoughts else {}
         if self._details:
             native["reasoning"] = {"reasoning_details": self._details}
         if any(call.extra for call in calls):
@@ -5713,6 +5728,7 @@ SILENT_THINKING_S = 600  # how long a model may think without a word, and keep-a
 MAX_WAIT_S = 120  # a server that asks for a longer wait ends the turn with the time at which it says to come back
 MAX_ADAPTATIONS = 4  # per request; each takes away something that was not taken away before
 MAX_MODEL_FAULTS = 2  # how often a request is repeated because the model's reply was unusable
+MAX_REPLY_BYTES = 64_000_000  # 128,000 tokens, each in an event of its own, are 45 MB
 CONNECT_ATTEMPTS = 3
 LOADING_ATTEMPTS, LOADING_DELAY_S = 100, 3.0  # a local server that loads its model says so for minutes
 LOADING = r"loading model|model is (?:still )?loading|currently loading"  # llama.cpp, llama-swap; Hugging Face
@@ -5758,14 +5774,20 @@ def get_json(url: str, api_key: str = "", timeout_s: float = 10) -> Any:
     import http.client
     import urllib.request
 
+    class NoRedirects(urllib.request.HTTPRedirectHandler):
+        def redirect_request(self, *redirection: Any) -> None:
+            """None is followed: the key would be sent along, to whomever the server names."""
+
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     handlers = [urllib.request.ProxyHandler({})] if is_loopback(url) else []
     request = urllib.request.Request(url, headers=headers)
     try:
-        with urllib.request.build_opener(*handlers).open(request, timeout=timeout_s) as response:
+        with urllib.request.build_opener(NoRedirects, *handlers).open(request, timeout=timeout_s) as response:
             return json.loads(response.read(5_000_000))
     except http.client.HTTPException as exc:
         raise OSError(str(exc) or type(exc).__name__) from None
+    except RecursionError:
+        raise ValueError("JSON that is nested too deeply") from None
 
 
 def list_models(base_url: str, api_key: str = "", timeout_s: float = 10) -> list[str]:
@@ -5819,11 +5841,12 @@ def failure_of(error: Exception, limit_s: float, has_begun: bool) -> Failure:
     if is_late and not isinstance(error.__cause__, httpx2.ConnectTimeout):
         return Failure(TIMED_OUT, f"the model produced no output for {limit_s:g} s")
     if isinstance(error, openai.APIStatusError):
+        if error.status_code in range(300, 400):
+            target = error.response.headers.get("location", "nowhere")
+            return Failure("redirected", one_line(f"it redirects to {target}", 200), status=404)
         text = error.response.text
         with contextlib.suppress(ValueError, RecursionError):
             text = json.loads(text)
-        if error.response.history:  # a redirection has made a GET of our POST
-            text = f"redirected to {error.response.url}"
         return read_failure(text, error.status_code, error.response.headers)
     cause: BaseException = error
     while cause.__cause__ or cause.__context__:
@@ -5854,7 +5877,7 @@ class Exchange:
         self._first_limit_s, self._idle_limit_s = first_limit_s, idle_limit_s
         self._has_spoken = False  # the model has
         self._events = EventStream()
-        self._whole: bytes | None = None  # what came so far of an answer that is no stream of events
+        self._whole: list[bytes] | None = None  # what came so far of an answer that is no stream of events
         self._response: httpx2.Response | None = None
         self._bytes = asyncio.StreamReader()
         self._last_event = time.monotonic()
@@ -5865,14 +5888,16 @@ class Exchange:
         self._response = response = await interruptible(posting, interrupt, self.limit_s)
         self._reading = asyncio.ensure_future(self._read_ahead(response))
         kind = response.headers.get("content-type", "")
-        self._whole = b"" if re.search(r"\bjson|html|text/plain", kind) else None
-        if "html" in kind and response.history:
-            raise Failed(Failure("redirected", f"redirected to {response.url}", status=404))
+        self._whole = [] if re.search(r"\bjson|html|text/plain", kind) else None
 
     async def _read_ahead(self, response: httpx2.Response) -> None:
         """Take the bytes as they come: then waiting for them costs once per burst, not once per chunk."""
+        size = 0
         try:
             async for chunk in response.aiter_bytes():
+                size += len(chunk)
+                if size > MAX_REPLY_BYTES:
+                    raise Failed(Failure(ENDLESS, f"it sent more than {MAX_REPLY_BYTES // 1_000_000} MB as one reply"))
                 self._bytes.feed_data(chunk)
         finally:
             self._bytes.feed_eof()
@@ -5912,8 +5937,8 @@ class Exchange:
         self._trace("reply", data)
         if self._whole is None:
             return self._take(self._events.feed(data) if data else self._events.end())
-        self._whole += data
-        return [] if data else self._take_whole(self._whole.decode("utf-8", "replace"))
+        self._whole.append(data)
+        return [] if data else self._take_whole(b"".join(self._whole).decode("utf-8", "replace"))
 
     def _take(self, events: list[str]) -> list[Delta]:
         deltas = joined(delta for data in events for delta in self.reader.feed(decode_event(data)))
@@ -6054,7 +6079,7 @@ class HttpProvider:
                 await exchange.close()
             if reply:
                 reports.append(reply.usage)
-                if awaits_content(reply.message) and isinstance(wire, JsonWire):
+                if isinstance(wire, JsonWire) and awaits_content(reply.message):
                     messages = [*messages, reply.message]
                     continue
                 for delta in gate.release() if reply.text else ():
@@ -6184,8 +6209,8 @@ class HttpProvider:
         verify: ssl.SSLContext | bool = True
         if local and self.base_url.startswith("http://"):
             verify = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # trusts nobody
-        try:
-            http_client = openai.DefaultAsyncHttpx2Client(trust_env=not local, verify=verify)
+        try:  # no redirection is followed: our work and our key are for the server that the user named
+            http_client = openai.DefaultAsyncHttpx2Client(trust_env=not local, verify=verify, follow_redirects=False)
         except (ImportError, ValueError, OSError) as exc:
             hint = "Check HTTP_PROXY, HTTPS_PROXY, ALL_PROXY and SSL_CERT_FILE."
             raise ProviderError(f"the network settings cannot be used ({one_line(str(exc))}). {hint}") from None

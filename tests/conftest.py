@@ -64,6 +64,20 @@ def private_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr("tempfile.tempdir", None)
 
 
+def system_files() -> dict[str, tuple[int, int, float]]:
+    """Mode, size and time of what a command of a test could ruin when it runs as root."""
+    found = {path: os.stat(path) for path in ("/etc/passwd", "/etc/group", "/etc/hosts") if os.path.exists(path)}
+    return {path: (entry.st_mode, entry.st_size, entry.st_mtime) for path, entry in found.items()}
+
+
+@pytest.fixture(autouse=True)
+def the_system_is_left_alone() -> Iterator[None]:
+    """No test changes a file of the system: many run commands, and continuous integration runs them as root."""
+    before = system_files()
+    yield
+    assert system_files() == before
+
+
 @pytest.fixture(autouse=True)
 def files_are_given_back() -> Iterator[None]:
     """After every test, no more files are open than before it."""

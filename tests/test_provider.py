@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
+import http.server
 import json
 import socket
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -615,6 +618,33 @@ def test_a_tool_is_found_by_odd_spellings(name: str) -> None:
     assert agent.find_tool(name).name == "read_from_file"
 
 
+class DeepJson(http.server.BaseHTTPRequestHandler):
+    """Answers with JSON that no reader can take."""
+
+    def do_GET(self) -> None:
+        """Answer a GET."""
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b"[" * 100_000)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Say nothing."""
+
+
+def test_json_of_any_depth_is_a_mistake_of_who_sent_it(server: Serve, converse: Converse) -> None:
+    deep = '{"path": ' + "[" * 100_000
+    whole = {"index": 0, "id": "x", "function": {"name": "read_from_file", "arguments": deep}}
+    chunk = {"choices": [{"index": 0, "delta": {"tool_calls": [whole]}, "finish_reason": "tool_calls"}]}
+    fake = server(raw([f"data: {json.dumps(chunk)}\n\n", "data: [DONE]\n\n"]), text("ok"))
+    assert converse(fake).send("go").reason == "done"
+    assert fake.last.messages[-1]["role"] == "tool"
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), DeepJson) as listener:
+        threading.Thread(target=listener.serve_forever, daemon=True).start()
+        with pytest.raises(ValueError, match="too deeply"):
+            agent.list_models(f"http://127.0.0.1:{listener.server_port}")
+        listener.shutdown()
+
+
 def test_a_reply_with_one_unreadable_call_runs_none(server: Serve, converse: Converse, workspace: Path) -> None:
     batch = calls(call("write_to_file", path="a", content="x"), raw_call("list_files", "{"))
     fake = server(batch, text("ok"))
@@ -643,6 +673,67 @@ def test_the_query_of_the_base_url_goes_with_every_request(server: Serve, conver
     fake = server(text("ok"))
     converse(at(fake.base_url + "?api-version=7", fake)).send("go")
     assert fake.last.path == "/v1/chat/completions?api-version=7"
+
+
+@pytest.mark.parametrize("status", [301, 302, 307, 308])
+def test_a_redirection_is_followed_nowhere(status: int, server: Serve, converse: Converse) -> None:
+    other = server(forever(text("caught")))
+    fake = server(forever(Raw(status, {"location": f"{other.base_url}/chat/completions"}, b"")))
+    end = converse(fake).send("go")
+    assert (end.reason, end.retryable) == ("error", False)
+    assert f"it redirects to {other.base_url}" in str(end.error)
+    assert not other.requests, "neither the prompt nor the key goes elsewhere"
+
+
+def test_the_key_does_not_go_along_with_a_redirection() -> None:
+    asked: list[str] = []
+
+    class Redirecting(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            self.send_response(302)
+            self.send_header("location", f"http://localhost:{listener.server_port}/other/host")
+            self.end_headers()
+
+        def log_message(self, format: str, *args: Any) -> None:
+            """Say nothing."""
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Redirecting) as listener:
+        threading.Thread(target=listener.serve_forever, daemon=True).start()
+        with pytest.raises(OSError, match="302"):
+            agent.list_models(f"http://127.0.0.1:{listener.server_port}/v1", "sk-a-key")
+        listener.shutdown()
+    assert asked == ["/v1/models"]
+
+
+@pytest.mark.parametrize("target", ["file:///etc/passwd", "ftp://host/x", "", "\x1b[31m//", "http://[", "x" * 30_000])
+def test_a_redirection_to_no_server_is_one_line(target: str, server: Serve, converse: Converse) -> None:
+    fake = server(forever(Raw(307, {"location": target}, b"")))
+    end = converse(fake).send("go")
+    assert (end.reason, end.retryable) == ("error", False)
+    assert "it redirects to" in str(end.error)
+    assert "\x1b" not in str(end.error)
+    assert len(str(end.error)) < 500
+
+
+BIG = 70_000_000
+ENDLESS_REPLIES = {
+    "one line": raw([b"data: ", *[b"x" * 1_000_000] * 70]),
+    "one event": raw([b"data: " + b"x" * 999_000 + b"\n"] * 70),
+    "keep-alives": raw([b": " + b"x" * 999_000 + b"\n"] * 70),
+    "many events": raw(['data: {"choices":[{"index":0,"delta":{"content":"%s"}}]}\n\n' % ("y" * 2000)] * 35_000),
+    "one body": Raw(200, {"content-type": "application/json"}, b" " * BIG),
+    "packed": Raw(200, {"content-type": "text/event-stream", "content-encoding": "gzip"}, gzip.compress(bytes(BIG), 1)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ENDLESS_REPLIES)
+def test_a_reply_without_end_is_given_up(kind: str, server: Serve, converse: Converse) -> None:
+    fake = server(forever(ENDLESS_REPLIES[kind]))
+    end = converse(fake).send("go")
+    assert (end.reason, end.retryable) == ("error", False)
+    assert "more than 64 MB" in str(end.error)
+    assert len([r for r in fake.requests if r.method == "POST"]) == 1
 
 
 def test_a_base_url_without_v1_is_completed(server: Serve, converse: Converse) -> None:

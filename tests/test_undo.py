@@ -80,7 +80,8 @@ things = st.one_of(
 COMMANDS = [
     "rm -rf ./*", "rm -rf .[!.]*", "find . -type f -delete", "chmod -R 700 .", "chmod -R a-w .", "chmod 500 .",
     "sed -i s/x/y/ b.txt a", "mv a moved", "mv c a", "mv b.txt c/", "mkdir -p n/e/w && echo new > n/e/w/f",
-    "for f in *; do ln -sf /etc/passwd \"$f\"; done", "ln -s a link", "echo more >> b.txt", "truncate -s 0 a b.txt",
+    "for f in *; do ln -sf ../outside/other \"$f\"; done", "ln -s a link", "echo more >> b.txt",
+    "truncate -s 0 a b.txt",
     "find . -depth -type d -empty -delete", "rm -rf a && echo file > a", "rm -f b.txt && mkdir b.txt && touch b.txt/in",
     "for f in * .[!.]*; do mv -- \"$f\" \"$f.bak\"; done", "cp -a . ../copy; mv ../copy .", "chmod 4711 *",
     "git init -q . && git add -A && git -c user.name=x -c user.email=x@x commit -qm x && rm -rf *; git reset -q --hard",
