@@ -4963,7 +4963,7 @@ IS_DONE = 'If all that was asked is done, reply with {"answer":"..."}: say what 
 LISTED_DEPTH = 3  # levels of the tree that a listing shows
 MAX_LOOKS = 6  # calls that only look before something must be done
 MAX_MENDS = 6  # failed attempts to mend before the model may say that it failed
-TEMPERATURE, WARMER, WARMEST = 0.2, 0.2, 0.8  # the first mend is asked for at the first; a mend that failed adds
+TEMPERATURE, WARMER, WARMEST = 0.0, 0.25, 0.8  # the first mend is asked for at the first; a mend that failed adds
 SHOWN_FILE, SHOWN_OUTPUT = (6000, 2000), (1000, 2000)  # characters at head and tail of a longer result
 LANGUAGES = {"py": "python", "js": "javascript", "ts": "typescript", "sh": "bash", "md": "markdown", "rs": "rust"}
 
@@ -4991,6 +4991,7 @@ CHANGE_WORDS = re.compile(  # an order, once what NO_CHANGE finds is taken away
     re.I,
 )
 FORBIDS = re.compile(r"\b(?:do not|don't|must not|without|leave)\b", re.I)  # a sentence that spares the files it names
+REPAIRS = re.compile(r"\b(?:fix|repair|correct|debug|mend)\b", re.I)
 LEAVES_OUT = re.compile(r"\b(?:move|remov|delet|renam|drop)\w*\b", re.I)  # something is to go from a file
 EVERYWHERE = re.compile(r"\beverywhere\b|\b(?:all|every|each)(?: the)? (?:files?|uses?|places?|modules?)\b", re.I)
 SEARCH = re.compile(
@@ -5036,6 +5037,16 @@ def _writing(paths: Iterable[str]) -> dict[str, dict[str, Any]]:
     return {"write_to_file": {"path": _one_of(paths)}}
 
 
+def syntax_problem(path: str, content: str) -> str:
+    """What keeps a file of data from being read, "" when nothing does; a program is run to see that."""
+    kind = path.rpartition(".")[2]
+    try:
+        {"json": json.loads, "toml": tomllib.loads}.get(kind, str)(content)
+    except (ValueError, RecursionError) as exc:
+        return f"{path} is not valid {kind.upper()}: {exc}"
+    return ""
+
+
 class Task:
     """What a prompt asks. Its kind is "plan" (only a plan is wanted), "question" or "work"."""
 
@@ -5049,6 +5060,7 @@ class Task:
         self.files = [name for name in named if name not in PLAN_FILES]
         self.names = [name for name in NAME.findall(prompt) + CALLED.findall(prompt) if name not in named]
         self.spared = FILE_NAME.findall(" ".join(filter(FORBIDS.search, SENTENCE_END.split(prompt))))
+        self.repairs = [name for name in self.files if name not in self.spared] if REPAIRS.search(prompt) else []
         self.leaves_out = bool(LEAVES_OUT.search(prompt))
         self.is_everywhere = self.kind == "work" and bool(EVERYWHERE.search(prompt))
         self.check = next(iter(QUOTED_RUN.findall(prompt)), "")  # the command that it quotes
@@ -5200,7 +5212,7 @@ class Course:
     def _take_call(self, call: ToolCall, thought: str, answer: Message | None) -> None:
         try:
             arguments = json.loads(call.arguments)
-        except ValueError:
+        except (ValueError, RecursionError):
             arguments = {}
         arguments = arguments if isinstance(arguments, dict) else {}
         path = str(arguments.get("path", "")).removeprefix("./")
@@ -5333,6 +5345,10 @@ class Course:
             self.wrote.append(path)
             is_new = not self.is_unchanged or self.is_failing
             self.is_unchecked = self.is_unchecked or (is_new and bool(PROGRAM.search(path)))
+            if problem := syntax_problem(path, content):
+                self._fail(problem, [path])
+            elif self.suspects == [path] and not PROGRAM.search(path):
+                self.is_failing = False
         elif tool == "run_shell_command":
             self._note_run(path, result)
         self.looks = self.looks + 1 if tool in ("list_files", "read_from_file") else 0
@@ -5357,12 +5373,16 @@ class Course:
         if self.is_failing or self.shows_example or (failed and TRACEBACK_LINE.search(result)):
             self.check = command
         if self.is_failing:
-            self.mends += 1
-            self.failure = result
             errors = ERROR_LINE.findall(result)
             self._same_failures = self._same_failures + 1 if errors == self._errors else 0
             self._errors = errors
-            self.suspects = self._ranked(list(dict.fromkeys(programs)), result)
+            self._fail(result, self._ranked(list(dict.fromkeys(programs)), result))
+
+    def _fail(self, failure: str, suspects: list[str]) -> None:
+        """What was written is wrong, as this shows: one of these files is to be mended."""
+        self.is_failing = True
+        self.mends += 1
+        self.failure, self.suspects = failure, suspects
 
     def _note_search(self) -> None:
         """After the search: what it found is to be read; when that is nothing, the name may be made of parts."""
@@ -5425,7 +5445,7 @@ class Course:
             return "Now check it: " + ("python3 -m unittest -v" if tests else self.check or "run it.")
         if self.is_failing and self.mends > MAX_MENDS:
             return "It still fails. Answer: what was made, what fails, and that help is needed."
-        if self.is_failing and self.last == "run_shell_command":
+        if self.is_failing and not self.is_unchecked:
             return f"It failed. What is wrong in {self.suspects[0]}? Say it in the thought, then write it corrected."
         if self.shows_nothing:
             line = self._imports(*self.wrote).strip().splitlines()[-1]
@@ -5481,6 +5501,9 @@ class Course:
         is_wide = self.task.leaves_out and not self.carries_out  # what leaves one file comes into another
         others = [name for name in self.texts if name not in (*self.wrote, *PLAN_FILES)] if is_wide else []
         changing = _writing(others) if others else {}
+        fixing = [name for name in self.task.repairs if name in self.texts] if not self.wrote else []
+        if fixing and self.has_run:  # all is known: it would go on looking, or write something else
+            return _writing(fixing), False
         running = {"run_shell_command": {"command": {"type": "string"}}}
         has_just_run = self.last == "run_shell_command"
         if self.search:
@@ -5635,7 +5658,7 @@ class JsonReader(ChatReader):
         """(thought or answer, calls); a text that is no such object is the answer."""
         try:
             said = json.loads(self.text)
-        except ValueError:
+        except (ValueError, RecursionError):
             return self.text, []
         if isinstance(said, dict) and isinstance(said.get("tool"), str):
             return str(said.get("thought") or ""), [ToolCall("", said["tool"], _compact(said.get("arguments") or {}))]
@@ -5664,7 +5687,7 @@ class JsonReader(ChatReader):
 
 def awaits_content(message: Message) -> bool:
     """Whether a reply of the JSON wire is a write_to_file whose content is still to be asked for."""
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError, RecursionError):
         for call in message_calls(message):
             arguments = json.loads(call.arguments)
             return call.name == "write_to_file" and isinstance(arguments, dict) and "content" not in arguments

@@ -424,6 +424,24 @@ def test_tests_of_a_module_that_was_read_begin_with_its_import() -> None:
     assert "The program stays as it is" not in course(*both).own_page("test_heat.py")[-1]["content"]
 
 
+@pytest.mark.parametrize(("path", "broken", "whole"), [("a.json", '{"a": "b"c"}', "{}"), ("a.toml", "a = ", "a = 1")])
+def test_data_that_cannot_be_read_is_mended(path: str, broken: str, whole: str) -> None:
+    begun = [agent.user_message(f"Convert a.csv to {path}."), *done("read_from_file", "a,b", path="a.csv")]
+    taken = course(*begun, *wrote(path, broken))
+    assert choices(taken) == {"write_to_file": {"path": {"type": "string", "enum": [path]}}}
+    assert "is not valid" in taken.own_page(path)[-1]["content"] and "It failed" in taken.sent[-1]["content"]
+    assert "answer" in choices(course(*begun, *wrote(path, broken), *wrote(path, whole)))
+
+
+def test_what_is_to_be_fixed_is_what_is_changed_first() -> None:
+    """After one run all is known: a small model would go on looking, or write tests of the mistake."""
+    begun = [agent.user_message("median in stats.py is wrong. Fix it."), *done("read_from_file", "x", path="stats.py")]
+    assert choices(course(*begun, *ran(0)))["write_to_file"]["path"]["enum"] == ["stats.py"]
+    assert "run_shell_command" in choices(course(*begun, *ran(0), *wrote("stats.py")))
+    report = agent.user_message("Write down what stats.py does.")
+    assert "run_shell_command" in choices(course(report, *done("read_from_file", "x", path="stats.py"), *ran(0)))
+
+
 def test_what_works_is_not_changed_for_ever() -> None:
     begun = [agent.user_message("Write a.py, a program that prints hello, and run it.")]
     for n, more in enumerate((True, False)):
