@@ -240,9 +240,11 @@ def test_several_files_can_be_changed_before_anything_is_run() -> None:
     once = [
         agent.user_message("Convert a.csv to a.json."),
         *done("read_from_file", "a,b\n", path="a.csv"),
-        *wrote("a.json"),
+        *wrote("a.json", "[]\n"),
     ]
-    assert set(choices(course(*once, *wrote("a.json")))) == {"answer"}, "what was only read is not to be changed"
+    assert set(choices(course(*once, *wrote("a.json", "[]\n")))) == {"answer"}, (
+        "what was only read is not to be changed"
+    )
 
 
 def test_a_write_that_changes_nothing_is_said_and_tried_otherwise() -> None:
