@@ -242,9 +242,8 @@ def test_a_terminal_that_vanishes_ends_the_program(server: Serve, workspace: Pat
             "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY); os.execv(sys.argv[1], sys.argv[1:])"
         )
         argv = [sys.executable, "-c", take_it, *argv]
-    process = subprocess.Popen(
-        argv, stdin=slave, stdout=slave, stderr=slave, env={**os.environ, **fake.env}, start_new_session=True
-    )
+    env = {**os.environ, **fake.env, "TERM": "xterm-256color"}  # where the tests run there may be no terminal
+    process = subprocess.Popen(argv, stdin=slave, stdout=slave, stderr=slave, env=env, start_new_session=True)
     os.close(slave)
     os.set_blocking(master, False)
     seen, deadline, typed = b"", time.monotonic() + 20, False
