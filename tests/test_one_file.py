@@ -94,7 +94,13 @@ def test_uv_runs_the_file_as_it_is(server: Serve, fresh_python: Path, tmp_path: 
     shutil.copy(AGENT, place)
     fake = server(text("Hello."))
     argv = (fresh_python.parent / "uv", "run", "agent.py", "--start_dir", ".", "-p", "hi")
-    env = {**fake.env, "UV_PYTHON": sys.executable, "UV_PYTHON_DOWNLOADS": "never"}
+    env = {
+        **fake.env,
+        "UV_PYTHON": sys.executable,
+        "UV_PYTHON_DOWNLOADS": "never",
+        "UV_SYSTEM_CERTS": "1",
+        "UV_NATIVE_TLS": "1",
+    }
     done = run(*argv, cwd=place, env=env, timeout=600)
     assert (done.returncode, done.stdout) == (0, "Hello.\n"), done.stderr
 
