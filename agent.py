@@ -5635,10 +5635,16 @@ class JsonReader(ChatReader):
     def feed(self, event: dict[str, Any]) -> list[Delta]:
         """Take one decoded chunk; the JSON is not for the eye, a file's text is a sign of life."""
         deltas = [] if self.finished else super().feed(event)
-        if self._open_call and deltas and RUNAWAY.search(self.text[-RUNAWAY_TAIL:]):
+        if self._open_call and self._repeats_itself(deltas):
             self._finish = "length"
             self.complete = self.finished = True
         return self._shown(deltas)
+
+    def _repeats_itself(self, deltas: list[Delta]) -> bool:
+        """Whether the text has begun to repeat its lines for ever; only a line that ends can show that."""
+        if not any("\n" in delta.text for delta in deltas if isinstance(delta, TextDelta)):
+            return False
+        return bool(RUNAWAY.search("".join(self._filter.said[-RUNAWAY_TAIL:])[-RUNAWAY_TAIL:]))
 
     def end(self) -> list[Delta]:
         """What was held back, then the thought or the answer as one piece."""

@@ -6,6 +6,7 @@ A check is `check(workspace, answer) -> str`: what is wrong in one line, "" when
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -73,3 +74,20 @@ def changed(workspace: Path, files: dict[str, str]) -> str:
         if not path.is_file() or path.read_text(errors="replace") != content:
             return f"{name} was changed"
     return ""
+
+
+def wrong_rename(workspace: Path, old: str, defining: str, *names: str) -> str:
+    """Where a name is left in the modules at the top, or which of the names `defining` does not define."""
+    texts = {path.name: path.read_text(errors="replace") for path in workspace.glob("*.py")}
+    left = [name for name, content in texts.items() if re.search(rf"\b{old}\b", content)]
+    if left:
+        return f"{old} is still in {', '.join(sorted(left))}"
+    if any(f"def {name}(" not in texts.get(defining, "") for name in names):
+        return f"{defining} does not define {' and '.join(names)}"
+    return ""
+
+
+def listed_paths(file: Path) -> list[str]:
+    """The paths in a file, one on each line; "./" before a path is the same path."""
+    lines = file.read_text(errors="replace").split("\n")
+    return [line.strip().removeprefix("./") for line in lines if line.strip()]

@@ -185,7 +185,7 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     """The command line; `tasks` holds those of the set by name, `agent` what stands behind `--`."""
     split = argv.index("--") if "--" in argv else len(argv)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--held-out", action="store_true", help="the tasks that agent.py was not improved with")
+    parser.add_argument("--held-out", action="store_true", help="the ten tasks in held_out/")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these tasks")
     parser.add_argument("--times", type=int, default=1, help="how often each task is done (1)")
     parser.add_argument("--limit", type=float, default=600.0, help="seconds for one run of a task (600)")

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from judging import changed
+from judging import changed, listed_paths
 
 PROMPT = (
     "Find all files here that contain the word DEPRECATED in capital letters. Write their paths, relative to this"
@@ -30,7 +30,7 @@ def check(workspace: Path, answer: str) -> str:
     found = workspace / "found.txt"
     if not found.is_file():
         return "there is no found.txt"
-    lines = [line.strip().removeprefix("./") for line in found.read_text(errors="replace").split("\n") if line.strip()]
+    lines = listed_paths(found)
     if lines != SOLUTION["found.txt"].split():
         return f"found.txt holds {lines!r}"[:160]
     return changed(workspace, START)

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from judging import wrong_output
+from judging import wrong_output, wrong_rename
 
 PROMPT = "Rename the function calc to total_price in all files. The program must work as before."
 START = {
@@ -43,12 +43,5 @@ WRONG = {
 
 def check(workspace: Path, answer: str) -> str:
     """It prints the same, the old name is gone, the new one and its neighbour are there."""
-    if problem := wrong_output(workspace, "net 250\ntax 47\nsum 297\nagain 250", "main.py"):
-        return problem
-    texts = {path.name: path.read_text(errors="replace") for path in workspace.glob("*.py")}
-    old = [name for name, content in texts.items() if re.search(r"\bcalc\b", content)]
-    if old:
-        return f"calc is still in {', '.join(sorted(old))}"
-    if any(f"def {name}(" not in texts.get("prices.py", "") for name in ("total_price", "calculate_tax")):
-        return "prices.py does not define total_price and calculate_tax"
-    return ""
+    renamed = wrong_rename(workspace, "calc", "prices.py", "total_price", "calculate_tax")
+    return wrong_output(workspace, "net 250\ntax 47\nsum 297\nagain 250", "main.py") or renamed

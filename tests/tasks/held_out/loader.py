@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from judging import wrong_output
+from judging import wrong_output, wrong_rename
 
 PROMPT = "Rename the function get_data in loader.py to load_rows. app.py uses it and must still work."
 START = {
@@ -32,12 +32,5 @@ WRONG = {
 
 def check(workspace: Path, answer: str) -> str:
     """It prints the same, the old name is gone, its neighbour is there."""
-    if problem := wrong_output(workspace, "1 2\n3 4\n2 rows", "app.py"):
-        return problem
-    texts = {path.name: path.read_text(errors="replace") for path in workspace.glob("*.py")}
-    old = [name for name, content in texts.items() if re.search(r"\bget_data\b", content)]
-    if old:
-        return f"get_data is still in {', '.join(sorted(old))}"
-    if any(f"def {name}(" not in texts.get("loader.py", "") for name in ("load_rows", "get_data_size")):
-        return "loader.py does not define load_rows and get_data_size"
-    return ""
+    renamed = wrong_rename(workspace, "get_data", "loader.py", "load_rows", "get_data_size")
+    return wrong_output(workspace, "1 2\n3 4\n2 rows", "app.py") or renamed

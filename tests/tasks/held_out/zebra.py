@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from judging import changed
+from judging import changed, listed_paths
 
 PROMPT = "Which text files here mention the word zebra? Write their paths to zebra.txt, one on each line."
 START = {
@@ -23,7 +23,7 @@ def check(workspace: Path, answer: str) -> str:
     found = workspace / "zebra.txt"
     if not found.is_file():
         return "there is no zebra.txt"
-    lines = [line.strip().removeprefix("./") for line in found.read_text(errors="replace").split("\n") if line.strip()]
+    lines = listed_paths(found)
     if sorted(lines) != SOLUTION["zebra.txt"].split():
         return f"zebra.txt holds {lines!r}"[:160]
     return changed(workspace, START)
