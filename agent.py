@@ -4990,10 +4990,20 @@ CHANGE_WORDS = re.compile(  # an order, once what NO_CHANGE finds is taken away
     r"|do|follow|go|continue|proceed|carry|start|yes|ok)\b",
     re.I,
 )
+_A_FILE = rf"(?: (?:a|an|the|new|file|module|script|program|test|named|called))* ({FILE_NAME.pattern})"
+TARGET = re.compile(  # "write a.py", "save all of it to a.txt": in a sentence
+    rf"\b(?:write|create|make|generate|save){_A_FILE}"
+    rf"|\b(?:write|save|store|put|export|convert|list|record)\b[^?;]*? (?:to|into|in the file|in a file){_A_FILE}",
+    re.I,
+)
 FORBIDS = re.compile(r"\b(?:do not|don't|must not|without|leave)\b", re.I)  # a sentence that spares the files it names
 REPAIRS = re.compile(r"\b(?:fix|repair|correct|debug|mend)\b", re.I)
 LEAVES_OUT = re.compile(r"\b(?:move|remov|delet|renam|drop)\w*\b", re.I)  # something is to go from a file
-EVERYWHERE = re.compile(r"\beverywhere\b|\b(?:all|every|each)(?: the)? (?:files?|uses?|places?|modules?)\b", re.I)
+EVERYWHERE = re.compile(  # to rename a thing is to rename each use of it
+    r"\beverywhere\b|\b(?:all|every|each)(?: the)? (?:files?|uses?|places?|modules?)\b"
+    r"|\brenam\w+ (?:the )?(?:function|method|class|variable|constant)\b",
+    re.I,
+)
 SEARCH = re.compile(
     r"\b(?:find|search|look for|where|which|list)\b.*\b(?:files?|places?|uses?|functions?|lines?)\b", re.I | re.S
 )
@@ -5007,6 +5017,7 @@ PROGRAM = re.compile(r"\.(py|js|ts|sh|c|cpp|go|rs|rb|java)$")
 TEST_FILE = re.compile(r"(^|/)(test_\w+|\w+_test)\.py$")
 MODULE = re.compile(r"(\w+)\.py")  # a whole path: it can be imported under this name
 DEFINITION = re.compile(r"^(?:async def|def|class) ([a-zA-Z]\w*)", re.MULTILINE)
+RAISES = re.compile(r"\brais(?:e|es|ing)\b|\berrors?\b|\bexceptions?\b|\w(?:Error|Exception)\b")  # in a text about it
 
 # What a command printed.
 STATUS_LINE = re.compile(r"^\[exit code (\d+)", re.MULTILINE)
@@ -5016,6 +5027,7 @@ NO_FILE = re.compile(r"No such file or directory: '([^'\n]+)'")
 TRACEBACK_LINE = re.compile(r'File "([^"\n]+)", line \d+')
 ERROR_LINE = re.compile(r"^\w*(?:Error|Exception)\b.*$", re.MULTILINE)
 COMPARED_ERROR = re.compile(r"\bassert(?!Raises)\w+\(.*\b[A-Z]\w*Error\)$", re.MULTILINE)  # as if it were a result
+NOT_RAISED = re.compile(r"^AssertionError: (\w+) not raised", re.MULTILINE)
 UNKNOWN_NAME = re.compile(r"^NameError: name '(\w+)' is not defined", re.MULTILINE)
 
 
@@ -5052,7 +5064,8 @@ class Task:
 
     def __init__(self, prompt: str) -> None:
         asked = QUESTION.match(prompt)  # what follows a question may still be an order
-        is_work = bool(CHANGE_WORDS.search(NO_CHANGE.sub("", prompt[asked.end() if asked else 0 :])))
+        orders = prompt[asked.end() if asked else 0 :]
+        is_work = bool(CHANGE_WORDS.search(NO_CHANGE.sub("", orders)))
         is_plan = MAKE_PLAN.search(prompt) and NO_CODE.search(prompt) and not prompt.startswith(GO_OPENING)
         self.prompt = prompt
         self.kind = "plan" if is_plan else "work" if is_work else "question"
@@ -5060,6 +5073,8 @@ class Task:
         self.files = [name for name in named if name not in PLAN_FILES]
         self.names = [name for name in NAME.findall(prompt) + CALLED.findall(prompt) if name not in named]
         self.spared = FILE_NAME.findall(" ".join(filter(FORBIDS.search, SENTENCE_END.split(prompt))))
+        found = [names for sentence in SENTENCE_END.split(orders) for names in TARGET.findall(sentence)]
+        self.targets = [name for pair in found for name in pair if name and name not in (*PLAN_FILES, *self.spared)]
         self.repairs = [name for name in self.files if name not in self.spared] if REPAIRS.search(prompt) else []
         self.leaves_out = bool(LEAVES_OUT.search(prompt))
         self.is_everywhere = self.kind == "work" and bool(EVERYWHERE.search(prompt))
@@ -5107,6 +5122,7 @@ class Course:
         self.wrote: list[str] = []
         self.looks = 0  # calls that only looked, in a row
         self.is_listed = self.has_run = False
+        self.knows_tree = False  # the files were listed after the last command
         self.is_repeated = False  # the last call was made before, and nothing has changed since
         self._made: set[str] = set()  # the calls since the last change
         # The search that comes first.
@@ -5162,6 +5178,11 @@ class Course:
     def unwritten(self) -> list[str]:
         """Files that the prompt names and that are not there yet."""
         return [name for name in self.task.files if name not in self.present]
+
+    @property
+    def unmade(self) -> list[str]:
+        """Files that the prompt wants to have, that no call has made and no listing has shown."""
+        return [name for name in self.task.targets if name not in self.present]
 
     @property
     def shows_nothing(self) -> bool:
@@ -5252,10 +5273,12 @@ class Course:
             )
             return f"The plan, in one code block: {steps}. No code."
         if TEST_FILE.search(path):
+            error = (
+                "; an error that is expected with `with self.assertRaises(NAME):`" if self._speaks_of_errors() else ""
+            )
             return (
-                f"The whole content of {path}, in one code block. It checks just what the task says; an error that is"
-                " expected with `with self.assertRaises(NAME):`. It begins with:\nimport unittest"
-                f"{self._imports(*self.wrote, *self.read)}"
+                f"The whole content of {path}, in one code block. It checks just what the task says{error}. It begins"
+                f" with:\nimport unittest{self._imports(*self.wrote, *self.read)}"
             )
         return f"The whole content of {path}, complete and just as the task says, in one code block:"
 
@@ -5277,6 +5300,11 @@ class Course:
                     f"The program stays as it is; {path} expects something that it does not do. Say in one sentence"
                     f" what that is. Then give {path} without it"
                 )
+                if wanted := NOT_RAISED.search(self.failure):
+                    order = (
+                        f"The program stays as it is, and this call raises no {wanted[1]}. Say in one sentence what it"
+                        f" returns. Then give {path}, which checks that with assertEqual"
+                    )
         else:
             others = [name for name in self.texts if name not in (path, *PLAN_FILES)]
             names = ([name for name in others if name in (*self.read, *self.wrote, *self.task.files)] or others)[-3:]
@@ -5290,6 +5318,10 @@ class Course:
             [f"The task: {spec or self.task.prompt}", *files, *failure, f"{order}, complete, in one code block."]
         )
         return [system_message("You are a careful programmer."), user_message(text)]
+
+    def _speaks_of_errors(self) -> bool:
+        """Whether the task or a file that is known says that something is an error."""
+        return any(map(RAISES.search, (self.task.prompt, *self.texts.values())))
 
     def _missing_imports(self) -> list[str]:
         """Where the names are defined that the failure does not know."""
@@ -5322,7 +5354,7 @@ class Course:
         self.is_refused = tool == "write_to_file" and not result.startswith("File written")
         self.vain += result.startswith(CUT_OFF)
         if tool == "list_files":
-            self.is_listed = True
+            self.is_listed = self.knows_tree = True
             folder = "" if path in ("", ".") else path.rstrip("/") + "/"
             names = [folder + line for line in result.splitlines() if not line.startswith(("(", "["))]
             self.folders.discard(path)
@@ -5365,6 +5397,7 @@ class Course:
             self.proofs = self.proofs + 1 if self._proven == set(self.wrote) else 1
             self._proven = set(self.wrote)
         self.has_run, self.is_unchecked, self.is_unchanged = True, self.is_misused, False
+        self.knows_tree = False
         self.is_failing = failed and bool(programs) and not self.is_misused  # a search that finds nothing fails too
         self.output = "" if failed or NO_TESTS.search(result) else result[: status.start()].strip() if status else ""
         self.silent_runs += not failed and not self.output and bool(self._imports(*self.wrote)) and not has_tests
@@ -5434,8 +5467,8 @@ class Course:
             files = sorted(self.present, key=lambda name: (bool(PROGRAM.search(name)), name))[:20]
             hint = f"There is no {self.not_there}." if self.not_there else "It needs other arguments."
             return f"{hint} Run it with a file that is there: {', '.join(files)}." if files else hint
-        if self.missing:
-            return f"Now write {self.missing[0]}."
+        if self.missing or (self.unmade and self.has_run and self.knows_tree):
+            return f"Now write {[*self.missing, *self.unmade][0]}."
         if self.unchanged_hits and not self.unread_hits:
             return f"Next: {self.unchanged_hits[0]}. {self.task.reminder}"
         if self.last == "write_to_file" and self.wrote and (self.unwritten or self.left_out):
@@ -5533,6 +5566,8 @@ class Course:
             return running | (writing if self.unwritten else changing), False
         if self.is_failing:
             return {} if self.mends > MAX_MENDS else _writing(self.suspects[:1]), False
+        if self.unmade and self.has_run and self.task.kind == "work":  # the command may have made it
+            return _writing(self.unmade) if self.knows_tree else whole_tree, False
         if has_just_run and self.proofs > 1 + bool(self.silent_runs):
             return {}, True  # it would change what is right already
         if self.shows_nothing:
@@ -5581,6 +5616,18 @@ def _definitions(tree: ast.Module) -> dict[str, tuple[int, int]]:
     return {node.name: (starts[node.name], node.end_lineno or node.lineno) for node in nodes}
 
 
+def _imports(tree: ast.Module) -> dict[str, str]:
+    """Each name that is imported at the top of a module, with the line that does it."""
+    nodes = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+    return {(name.asname or name.name).split(".")[0]: ast.unparse(node) for node in nodes for name in node.names}
+
+
+def _comes_first(node: ast.stmt) -> bool:
+    """Whether nothing may stand above it: a docstring, an import from __future__."""
+    is_future = isinstance(node, ast.ImportFrom) and node.module == "__future__"
+    return is_future or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
+
+
 def put_back(old: str, new: str) -> str:
     """A corrected Python module; when it holds only some of the old definitions, those replace the old ones.
 
@@ -5603,6 +5650,26 @@ def put_back(old: str, new: str) -> str:
     imports = [ast.unparse(node) for node in new_tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
     known = {ast.unparse(node) for node in old_tree.body}
     return "\n".join([*(line for line in imports if line not in known), *lines]) + "\n"
+
+
+def with_lost_imports(old: str, new: str) -> str:
+    """A changed Python module with those imports of the old one that it still uses and has left out."""
+    try:
+        before, tree = ast.parse(old), ast.parse(new)
+    except (SyntaxError, ValueError):
+        return new
+    names = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
+    bound = {node.id for node in names if isinstance(node.ctx, ast.Store)} | _definitions(tree).keys()
+    bound |= _imports(tree).keys() | {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
+    used = {node.id for node in names} - bound
+    lost = dict.fromkeys(line for name, line in _imports(before).items() if name in used)
+    if not lost:
+        return new
+    opening = (node for node in tree.body if not _comes_first(node))
+    lines = new.splitlines()
+    first = next(opening)
+    at = min([first.lineno, *(line.lineno for line in getattr(first, "decorator_list", []))]) - 1
+    return "\n".join([*lines[:at], *lost, *lines[at:]]) + "\n"
 
 
 def forgets_all(old: str, new: str) -> bool:
@@ -5682,12 +5749,14 @@ class JsonReader(ChatReader):
         call = self._open_call.call
         arguments = json.loads(call.arguments)
         opened = self._open_call
-        content = code_block(self.text, str(arguments.get("path")), opened.is_begun)
+        path = str(arguments.get("path"))
+        content = code_block(self.text, path, opened.is_begun)
         if not opened.is_begun and "```" not in self.text and opened.present:
             content = opened.present  # it only talked about it
         if opened.is_kept and not opened.is_retried and forgets_all(opened.present, content):
             content = opened.present  # it gave only what is new: that is asked for again
-        arguments["content"] = put_back(opened.present, content) if opened.is_kept else content
+        content = put_back(opened.present, content) if opened.is_kept else content
+        arguments["content"] = with_lost_imports(opened.present, content) if path.endswith(".py") else content
         return dataclasses.replace(call, arguments=json.dumps(arguments, ensure_ascii=False))
 
 

@@ -369,6 +369,46 @@ def test_what_is_to_be_changed_everywhere_is_changed_in_each_file_that_was_found
     assert "run_shell_command" in choices(course(*half, *wrote("b.py", "total_price()\n")))
 
 
+def test_what_is_renamed_is_renamed_everywhere() -> None:
+    """A small model renames it where it is defined, and believes that all is done."""
+    for prompt in (
+        "Rename the function get_data in loader.py to load_rows. app.py uses it and must still work.",
+        "Please rename the class Cart to Basket.",
+    ):
+        task = agent.Task(prompt)
+        assert task.is_everywhere and task.search()[1].startswith("grep -rnwI"), prompt
+    assert not agent.Task("Rename the file a.txt to b.txt.").search()[1]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "targets"),
+    [
+        ("How many lines has a.csv? Write just the number to count.txt.", ["count.txt"]),
+        ("Create a module slug.py with a function slug, and save an example in the file out/ex.json.",
+         ["slug.py", "out/ex.json"]),
+        ("Write stats.py, a program that reads data.csv and writes sums.txt. Do not write notes.md.", ["stats.py"]),
+        ("Why does a.py write to b.txt?", []),
+        ("Compare a.txt to b.txt and rename c.txt to d.txt.", []),
+    ],
+)  # fmt: skip
+def test_the_files_that_are_to_be_made_are_known(prompt: str, targets: list[str]) -> None:
+    assert agent.Task(prompt).targets == targets
+
+
+def test_a_file_that_was_asked_for_is_written_before_the_answer() -> None:
+    """A small model says that it has written down what it only found out."""
+    prompt = agent.user_message("How many lines has a.csv? Write just the number to count.txt.")
+    counted = [prompt, *done("read_from_file", "a\nb\n", path="a.csv"), *ran(0, "2")]
+    assert set(choices(course(*counted))) == {"list_files"}, "the command may have made it"
+    there = course(*counted, *done("list_files", "a.csv\ncount.txt", directory="."))
+    assert set(choices(there)) >= {"read_from_file", "run_shell_command"}
+    missing = course(*counted, *done("list_files", "a.csv", directory="."))
+    assert choices(missing) == {"write_to_file": {"path": {"type": "string", "enum": ["count.txt"]}}}
+    assert missing.sent[-1]["content"].endswith("Now write count.txt.")
+    assert "A command has shown:\n2" in missing.own_page("count.txt")[-1]["content"]
+    assert "answer" in choices(course(*counted, *done("list_files", "a.csv", directory="."), *wrote("count.txt", "2")))
+
+
 def test_a_refused_write_leads_to_a_second_look() -> None:
     prompt = agent.user_message("Fix the bug in calc.py.")
     refusal = "calc.py has changed on disk since you read it. Read it again first."
@@ -411,6 +451,21 @@ def test_a_test_can_be_written_after_a_refused_write_of_a_file_that_was_read() -
     refused = done("write_to_file", "heat.py has changed on disk since you read it.", path="heat.py", content="y")
     taken = course(agent.user_message("Fix heat.py and test it."), *read, *refused)
     assert taken.content_request("test_heat.py").endswith("import unittest")
+
+
+def test_tests_are_told_how_to_expect_an_error_only_where_there_is_one() -> None:
+    """A small model then expects one from every call."""
+    prompt = agent.user_message("Write test_heat.py with unittest tests for heat.py.")
+    calm = course(prompt, *done("read_from_file", "def warm(x): return x\n", path="heat.py"))
+    assert "assertRaises" not in calm.content_request("test_heat.py")
+    strict = course(prompt, *done("read_from_file", "def warm(x): raise ValueError\n", path="heat.py"))
+    assert "assertRaises" in strict.content_request("test_heat.py")
+    told = course(agent.user_message("Test in test_heat.py that a value below 0 is an error."))
+    assert "assertRaises" in told.content_request("test_heat.py")
+    failed = ran(1, "AssertionError: ValueError not raised")
+    read = done("read_from_file", "def warm(x): return x\n", path="heat.py")
+    page = course(prompt, *read, *wrote("test_heat.py"), *failed).own_page("test_heat.py")[-1]["content"]
+    assert "raises no ValueError" in page
 
 
 def test_tests_of_a_module_that_was_read_begin_with_its_import() -> None:
@@ -591,6 +646,23 @@ def test_a_file_is_mended_on_a_fresh_page_and_keeps_what_was_left_out(
 )
 def test_what_a_mend_leaves_out_is_put_back(old: str, new: str, result: str) -> None:
     assert agent.put_back(old, new) == result
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "result"),
+    [
+        ("import re\nfrom a import b, c\nb(re)\n", "c(re)\n", "import re\nfrom a import b, c\nc(re)\n"),
+        ("import os.path as p\nimport sys\n", "import sys\np(sys)\n", "import os.path as p\nimport sys\np(sys)\n"),
+        ("import re\n", '"""What."""\nfrom __future__ import x\n\n@re\ndef f(): 1\n',
+         '"""What."""\nfrom __future__ import x\n\nimport re\n@re\ndef f(): 1\n'),
+        ("import re\n", "re = 1\nre\n", "re = 1\nre\n"),
+        ("import re\n", "def f(re):\n    return re\n", "def f(re):\n    return re\n"),
+        ("import re\n", "1\n", "1\n"),
+        ("import re\n", "re (\n", "re (\n"),
+    ],
+)  # fmt: skip
+def test_an_import_that_a_mend_leaves_out_is_put_back(old: str, new: str, result: str) -> None:
+    assert agent.with_lost_imports(old, new) == result
 
 
 # --- Whole turns over HTTP ------------------------------------------------------------
