@@ -5017,6 +5017,10 @@ PROGRAM = re.compile(r"\.(py|js|ts|sh|c|cpp|go|rs|rb|java)$")
 TEST_FILE = re.compile(r"(^|/)(test_\w+|\w+_test)\.py$")
 MODULE = re.compile(r"(\w+)\.py")  # a whole path: it can be imported under this name
 DEFINITION = re.compile(r"^(?:async def|def|class) ([a-zA-Z]\w*)", re.MULTILINE)
+TOP_NAME = re.compile(
+    r"^(?:(?:async def|def|class) )?([a-zA-Z]\w*)(?=\(|:| *=(?!=))", re.MULTILINE
+)  # all that it defines
+IMPORT_LINE = re.compile(r"(?:from [\w.]+ )?import [\w., ]+$")
 RAISES = re.compile(r"\brais(?:e|es|ing)\b|\berrors?\b|\bexceptions?\b|\w(?:Error|Exception)\b")  # in a text about it
 
 # What a command printed.
@@ -5028,7 +5032,6 @@ TRACEBACK_LINE = re.compile(r'File "([^"\n]+)", line \d+')
 ERROR_LINE = re.compile(r"^\w*(?:Error|Exception)\b.*$", re.MULTILINE)
 COMPARED_ERROR = re.compile(r"\bassert(?!Raises)\w+\(.*\b[A-Z]\w*Error\)$", re.MULTILINE)  # as if it were a result
 NOT_RAISED = re.compile(r"^AssertionError: (\w+) not raised", re.MULTILINE)
-UNKNOWN_NAME = re.compile(r"^NameError: name '(\w+)' is not defined", re.MULTILINE)
 
 
 def _compact(value: Any) -> str:
@@ -5205,7 +5208,12 @@ class Course:
     @property
     def temperature(self) -> float:
         """Low, so that it keeps to the point; higher when what it wrote does not work, so that it tries another way."""
-        return min(TEMPERATURE + WARMER * max(self.vain, self.mends - 1 + self.is_unchanged), WARMEST)
+        return min(TEMPERATURE + WARMER * (2 * self.vain + max(self.mends - 1, 0)), WARMEST)
+
+    @property
+    def gives_up(self) -> bool:
+        """Whether mending has failed so often that it may say so."""
+        return self.is_failing and self.mends + self.vain > MAX_MENDS
 
     def take(self, message: Message, answers: Mapping[str, Message]) -> None:
         """Add one message, with the answers to its calls by call id, to what is sent."""
@@ -5293,7 +5301,9 @@ class Course:
         spec = self.texts.get(SPEC_FILE, "") if self.carries_out else ""
         if self.is_failing:
             names = [*[name for name in self.read if PROGRAM.search(name)][-2:], *self.suspects]
-            failure = [f"The check failed:\n{self.failure}", *self._missing_imports()]
+            failure = [f"The check failed:\n{self.failure}"]
+            if self.is_unchanged:
+                failure.append(f"The last answer left {self.wrote[-1]} as it was; that was no correction.")
             order = f"Say in one sentence what is wrong in {path}. Then give the corrected {path}"
             if all(map(TEST_FILE.search, self.suspects)):
                 order = (
@@ -5323,16 +5333,12 @@ class Course:
         """Whether the task or a file that is known says that something is an error."""
         return any(map(RAISES.search, (self.task.prompt, *self.texts.values())))
 
-    def _missing_imports(self) -> list[str]:
-        """Where the names are defined that the failure does not know."""
-        unknown = dict.fromkeys(UNKNOWN_NAME.findall(self.failure))
-        lines = [
-            f"It has to begin with: from {module[1]} import {name}"
-            for path, text in self.texts.items()
-            for name in unknown
-            if (module := MODULE.fullmatch(path)) and name in DEFINITION.findall(text)
-        ]
-        return ["\n".join(lines)] if lines else []
+    def importable(self, path: str) -> dict[str, str]:
+        """Each name that a Python module could import, with the line that does it."""
+        modules = [(found[1], text) for name, text in self.texts.items() if (found := MODULE.fullmatch(name))]
+        lines = {name: f"from {module} import {name}" for module, text in modules for name in TOP_NAME.findall(text)}
+        before = [line for line in self.texts.get(path, "").splitlines() if IMPORT_LINE.match(line)]
+        return lines | {name: line for line in before for name in re.findall(r"\w+", line.partition("import")[2])}
 
     def keeps_what_is_left_out(self, path: str) -> bool:
         """Whether a function that a changed Python module lacks was only forgotten."""
@@ -5372,11 +5378,12 @@ class Course:
             self.present.add(path)
             self.absent.discard(path)
             self.is_unchanged = self.texts.get(path) == content
-            self.vain += self.is_unchanged and not self.is_failing
+            self.vain += self.is_unchanged
             self.texts[path] = content
             self.wrote.append(path)
-            is_new = not self.is_unchanged or self.is_failing
-            self.is_unchecked = self.is_unchecked or (is_new and bool(PROGRAM.search(path)))
+            self.is_unchecked = self.is_unchecked or (not self.is_unchanged and bool(PROGRAM.search(path)))
+            if self.is_unchanged and self.is_failing:  # perhaps it is right, and another one is to blame
+                self.suspects = [*self.suspects[1:], *self.suspects[:1]]
             if problem := syntax_problem(path, content):
                 self._fail(problem, [path])
             elif self.suspects == [path] and not PROGRAM.search(path):
@@ -5476,7 +5483,7 @@ class Course:
         if self.last == "write_to_file" and self.is_unchecked:
             tests = any(TEST_FILE.search(name) for name in self.present)
             return "Now check it: " + ("python3 -m unittest -v" if tests else self.check or "run it.")
-        if self.is_failing and self.mends > MAX_MENDS:
+        if self.gives_up:
             return "It still fails. Answer: what was made, what fails, and that help is needed."
         if self.is_failing and not self.is_unchecked:
             return f"It failed. What is wrong in {self.suspects[0]}? Say it in the thought, then write it corrected."
@@ -5565,7 +5572,7 @@ class Course:
                 running = {"run_shell_command": {"command": {"const": self.check}}}
             return running | (writing if self.unwritten else changing), False
         if self.is_failing:
-            return {} if self.mends > MAX_MENDS else _writing(self.suspects[:1]), False
+            return {} if self.gives_up else _writing(self.suspects[:1]), False
         if self.unmade and self.has_run and self.task.kind == "work":  # the command may have made it
             return _writing(self.unmade) if self.knows_tree else whole_tree, False
         if has_just_run and self.proofs > 1 + bool(self.silent_runs):
@@ -5616,12 +5623,6 @@ def _definitions(tree: ast.Module) -> dict[str, tuple[int, int]]:
     return {node.name: (starts[node.name], node.end_lineno or node.lineno) for node in nodes}
 
 
-def _imports(tree: ast.Module) -> dict[str, str]:
-    """Each name that is imported at the top of a module, with the line that does it."""
-    nodes = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
-    return {(name.asname or name.name).split(".")[0]: ast.unparse(node) for node in nodes for name in node.names}
-
-
 def _comes_first(node: ast.stmt) -> bool:
     """Whether nothing may stand above it: a docstring, an import from __future__."""
     is_future = isinstance(node, ast.ImportFrom) and node.module == "__future__"
@@ -5652,24 +5653,31 @@ def put_back(old: str, new: str) -> str:
     return "\n".join([*(line for line in imports if line not in known), *lines]) + "\n"
 
 
-def with_lost_imports(old: str, new: str) -> str:
-    """A changed Python module with those imports of the old one that it still uses and has left out."""
+def with_imports(text: str, known: Mapping[str, str]) -> str:
+    """A Python module with the imports that it lacks: of the standard library, and of `known`, name -> line."""
+    import symtable
+
     try:
-        before, tree = ast.parse(old), ast.parse(new)
+        tree, tables = ast.parse(text), [symtable.symtable(text, "", "exec")]
     except (SyntaxError, ValueError):
-        return new
-    names = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
-    bound = {node.id for node in names if isinstance(node.ctx, ast.Store)} | _definitions(tree).keys()
-    bound |= _imports(tree).keys() | {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
-    used = {node.id for node in names} - bound
-    lost = dict.fromkeys(line for name, line in _imports(before).items() if name in used)
-    if not lost:
-        return new
-    opening = (node for node in tree.body if not _comes_first(node))
-    lines = new.splitlines()
-    first = next(opening)
+        return text
+    for table in tables:
+        tables += table.get_children()
+    names = [(symbol.get_name(), symbol) for table in tables for symbol in table.get_symbols() if symbol.is_global()]
+    bound = {name for name, symbol in names if symbol.is_assigned() or symbol.is_imported()}
+    unknown = dict.fromkeys(name for name, symbol in names if symbol.is_referenced() and name not in bound)
+    lines = [
+        known.get(name) or f"import {name}" for name in unknown if name in known or name in sys.stdlib_module_names
+    ]
+    if not lines or re.search(r"import \*", text):
+        return text
+    first = next(node for node in tree.body if not _comes_first(node))
     at = min([first.lineno, *(line.lineno for line in getattr(first, "decorator_list", []))]) - 1
-    return "\n".join([*lines[:at], *lost, *lines[at:]]) + "\n"
+    given = text.splitlines()
+    return (
+        "\n".join([*given[:at], *sorted({*lines}, key=lambda line: (line.startswith("from"), line)), *given[at:]])
+        + "\n"
+    )
 
 
 def forgets_all(old: str, new: str) -> bool:
@@ -5689,6 +5697,7 @@ class OpenCall(NamedTuple):
     is_begun: bool
     present: str  # what the file holds now
     is_kept: bool  # definitions of a module are kept where the new one lacks them
+    importable: Mapping[str, str]  # what a Python module may lack: name -> the line that imports it
     is_retried: bool  # a first answer was no change
 
 
@@ -5756,7 +5765,7 @@ class JsonReader(ChatReader):
         if opened.is_kept and not opened.is_retried and forgets_all(opened.present, content):
             content = opened.present  # it gave only what is new: that is asked for again
         content = put_back(opened.present, content) if opened.is_kept else content
-        arguments["content"] = with_lost_imports(opened.present, content) if path.endswith(".py") else content
+        arguments["content"] = with_imports(content, opened.importable) if path.endswith(".py") else content
         return dataclasses.replace(call, arguments=json.dumps(arguments, ensure_ascii=False))
 
 
@@ -5795,7 +5804,8 @@ class JsonWire:
             is_kept = is_own and course.keeps_what_is_left_out(path)
             present = course.texts.get(path, "")
             retried = course.vain > 0
-            self._open_call = OpenCall(message_text(messages[-1]), call, not is_own, present, is_kept, retried)
+            lines = course.importable(path)
+            self._open_call = OpenCall(message_text(messages[-1]), call, not is_own, present, is_kept, lines, retried)
             sent = course.own_page(path) if is_own else [*course.sent, assistant_message(course.fence(path))]
             body |= {"messages": sent, "max_tokens": TEXT_TOKENS}
         elif tools:
