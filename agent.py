@@ -5017,9 +5017,7 @@ PROGRAM = re.compile(r"\.(py|js|ts|sh|c|cpp|go|rs|rb|java)$")
 TEST_FILE = re.compile(r"(^|/)(test_\w+|\w+_test)\.py$")
 MODULE = re.compile(r"(\w+)\.py")  # a whole path: it can be imported under this name
 DEFINITION = re.compile(r"^(?:async def|def|class) ([a-zA-Z]\w*)", re.MULTILINE)
-TOP_NAME = re.compile(
-    r"^(?:(?:async def|def|class) )?([a-zA-Z]\w*)(?=\(|:| *=(?!=))", re.MULTILINE
-)  # all that it defines
+TOP_NAME = re.compile(r"^(?:(?:async )?def |class )(\w+)|^([a-zA-Z]\w*)(?:: *\w[^=\n]*)? *=(?!=)", re.MULTILINE)
 IMPORT_LINE = re.compile(r"(?:from [\w.]+ )?import [\w., ]+$")
 RAISES = re.compile(r"\brais(?:e|es|ing)\b|\berrors?\b|\bexceptions?\b|\w(?:Error|Exception)\b")  # in a text about it
 
@@ -5150,6 +5148,7 @@ class Course:
         self.mends = 0  # runs that failed
         self._errors: list[str] | None = None  # what the failure said,
         self._same_failures = 0  # and how often it said that again
+        self.copied: set[str] = set()  # files of this turn that came back as their own correction
 
     @property
     def unread_hits(self) -> list[str]:
@@ -5302,19 +5301,7 @@ class Course:
         if self.is_failing:
             names = [*[name for name in self.read if PROGRAM.search(name)][-2:], *self.suspects]
             failure = [f"The check failed:\n{self.failure}"]
-            if self.is_unchanged:
-                failure.append(f"The last answer left {self.wrote[-1]} as it was; that was no correction.")
-            order = f"Say in one sentence what is wrong in {path}. Then give the corrected {path}"
-            if all(map(TEST_FILE.search, self.suspects)):
-                order = (
-                    f"The program stays as it is; {path} expects something that it does not do. Say in one sentence"
-                    f" what that is. Then give {path} without it"
-                )
-                if wanted := NOT_RAISED.search(self.failure):
-                    order = (
-                        f"The program stays as it is, and this call raises no {wanted[1]}. Say in one sentence what it"
-                        f" returns. Then give {path}, which checks that with assertEqual"
-                    )
+            order = self._mend_order(path)
         else:
             others = [name for name in self.texts if name not in (path, *PLAN_FILES)]
             names = ([name for name in others if name in (*self.read, *self.wrote, *self.task.files)] or others)[-3:]
@@ -5322,12 +5309,28 @@ class Course:
             order = f"Give the content of {path}"
             if path in self.texts:
                 order = f"Say in one sentence what has to change in {path} for that. Then give the changed {path}"
-        shown = dict.fromkeys([*names, *([path] if path in self.texts else [])])
-        files = [f"{name}:\n{self.fence(name)}{self.texts.get(name, '')}```" for name in shown]
+        shown = [name for name in dict.fromkeys([*names, path]) if name in self.texts and name not in self.copied]
+        files = [f"{name}:\n{self.fence(name)}{self.texts[name]}```" for name in shown]
         text = "\n\n".join(
             [f"The task: {spec or self.task.prompt}", *files, *failure, f"{order}, complete, in one code block."]
         )
         return [system_message("You are a careful programmer."), user_message(text)]
+
+    def _mend_order(self, path: str) -> str:
+        """What is asked of a file that is to be mended."""
+        if path in self.copied:  # its text is not shown: it would be copied again
+            return f"{path} is wrong and is thrown away. Write {path} anew, otherwise than it was"
+        if not all(map(TEST_FILE.search, self.suspects)):
+            return f"Say in one sentence what is wrong in {path}. Then give the corrected {path}"
+        if wanted := NOT_RAISED.search(self.failure):
+            return (
+                f"The program stays as it is, and this call raises no {wanted[1]}. Say in one sentence what it returns."
+                f" Then give {path}, which checks that with assertEqual"
+            )
+        return (
+            f"The program stays as it is; {path} expects something that it does not do. Say in one sentence what that"
+            f" is. Then give {path} without it"
+        )
 
     def _speaks_of_errors(self) -> bool:
         """Whether the task or a file that is known says that something is an error."""
@@ -5335,8 +5338,11 @@ class Course:
 
     def importable(self, path: str) -> dict[str, str]:
         """Each name that a Python module could import, with the line that does it."""
-        modules = [(found[1], text) for name, text in self.texts.items() if (found := MODULE.fullmatch(name))]
-        lines = {name: f"from {module} import {name}" for module, text in modules for name in TOP_NAME.findall(text)}
+        modules = [name for name in self.texts if MODULE.fullmatch(name) and name != path]
+        names = [
+            (name[:-3], found) for name in modules for pair in TOP_NAME.findall(self.texts[name]) for found in pair
+        ]
+        lines = {name: f"from {module} import {name}" for module, name in names}
         before = [line for line in self.texts.get(path, "").splitlines() if IMPORT_LINE.match(line)]
         return lines | {name: line for line in before for name in re.findall(r"\w+", line.partition("import")[2])}
 
@@ -5382,8 +5388,10 @@ class Course:
             self.texts[path] = content
             self.wrote.append(path)
             self.is_unchecked = self.is_unchecked or (not self.is_unchanged and bool(PROGRAM.search(path)))
+            self.copied.discard(path)
             if self.is_unchanged and self.is_failing:  # perhaps it is right, and another one is to blame
                 self.suspects = [*self.suspects[1:], *self.suspects[:1]]
+                self.copied |= {path} - {*self.read}
             if problem := syntax_problem(path, content):
                 self._fail(problem, [path])
             elif self.suspects == [path] and not PROGRAM.search(path):
@@ -5547,7 +5555,7 @@ class Course:
         running = {"run_shell_command": {"command": {"type": "string"}}}
         has_just_run = self.last == "run_shell_command"
         if self.search:
-            return running, False
+            return {"run_shell_command": {"command": {"const": self.search}}}, False
         if self.unread_hits:
             return {"read_from_file": {"path": _one_of(self.unread_hits)}}, False
         if self.task.kind == "question":

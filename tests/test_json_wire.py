@@ -261,7 +261,13 @@ def test_a_mend_that_changes_nothing_is_not_run_but_asked_for_again() -> None:
     vain = course(*failed, *wrote("a.py", "print(2)\n"))
     assert choices(vain) == {"write_to_file": {"path": {"type": "string", "enum": ["test_a.py"]}}}, "perhaps the other"
     assert vain.temperature > course(*failed).temperature
-    assert "left a.py as it was" in vain.own_page("a.py")[-1]["content"]
+    page = vain.own_page("a.py")[-1]["content"]
+    assert "print(2)" not in page and "Write a.py anew" in page, "it is not shown what it would copy"
+    read = done("read_from_file", "print(2)\n", path="a.py")
+    known = course(prompt, *read, *failed[1:], *wrote("a.py", "print(2)\n")).own_page("a.py")[-1]["content"]
+    assert "print(2)" in known, "what was there before the turn is not thrown away"
+    mended = course(*failed, *wrote("a.py", "print(2)\n"), *wrote("a.py", "print(1)\n"), *ran(1, "AssertionError"))
+    assert "print(1)" in mended.own_page("a.py")[-1]["content"]
     for n in range(agent.MAX_MENDS):
         failed += wrote("a.py" if n % 2 == 0 else "test_a.py", "print(2)\n" if n % 2 == 0 else "x\n")
     assert choices(course(*failed)) == {"answer": {}}, "in the end it may give up"
@@ -351,6 +357,7 @@ def test_what_is_to_be_found_is_searched_for_first() -> None:
 def test_what_a_search_found_is_read_before_a_question_is_answered() -> None:
     """The line of a hit does not say in which function it stands."""
     prompt, command = "Which function reads OLD_NAME?", "grep -rnwI OLD_NAME ."
+    assert choices(course(agent.user_message(prompt))) == {"run_shell_command": {"command": {"const": command}}}
     taken = searched(prompt, (command, "./shop/a.py:7: OLD_NAME\n./.git/index:1: OLD_NAME\n"))
     assert choices(taken) == {"read_from_file": {"path": {"type": "string", "enum": ["shop/a.py"]}}}
     many = "".join(f"./f{n}.py:1: OLD_NAME\n" for n in range(30))
