@@ -5306,9 +5306,10 @@ class Course:
             others = [name for name in self.texts if name not in (path, *PLAN_FILES)]
             names = ([name for name in others if name in (*self.read, *self.wrote, *self.task.files)] or others)[-3:]
             failure = [f"A command has shown:\n{self.output}"] if self.output else []
-            order = f"Give the content of {path}"
-            if path in self.texts:
-                order = f"Say in one sentence what has to change in {path} for that. Then give the changed {path}"
+            order = f"Say in one sentence what has to change in {path} for that. Then give the changed {path}"
+            if path not in self.texts:  # "give its content" brings a command, or a story about its name
+                source = " with what the command has shown" if self.output else ""
+                order = f"What will {path} hold when the task is done{source}? Give just that text, no command"
         shown = [name for name in dict.fromkeys([*names, path]) if name in self.texts and name not in self.copied]
         files = [f"{name}:\n{self.fence(name)}{self.texts[name]}```" for name in shown]
         text = "\n\n".join(
