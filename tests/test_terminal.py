@@ -642,6 +642,19 @@ def test_no_line_is_wider_than_the_terminal(server: Serve, workspace: Path, colu
     assert max(widest) < columns
 
 
+def test_what_the_program_tells_the_model_is_no_prompt_of_the_user(server: Serve, workspace: Path) -> None:
+    (workspace / "a.txt").write_text("x\n")
+    fake = server(*[call("read_from_file", path="a.txt")] * 3, text("Stuck."))
+
+    async def play(stage: Stage) -> None:
+        stage.keys("go\r")
+        await stage.shows("Stuck.")
+        told = [line for line in stage.paper.all_text().splitlines() if "told the model: You called" in line]
+        assert len(told) == 1 and "›" not in told[0]
+
+    play_on_stage(play, fake.base_url, workspace)
+
+
 def test_a_folded_thing_is_shown_whole(server: Serve, workspace: Path) -> None:
     content = "".join(f"value_{n} = {n}\n" for n in range(60))
     fake = server(call("write_to_file", path="a.py", content=content), text("Written."))
