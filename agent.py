@@ -3740,18 +3740,22 @@ class Approvals:
         if self.ask is None:
             reason = f"it needs the user's approval ({preview.concern or preview.risk}); nobody can be asked"
             return Decision(False, reason)
-        grant = self.grant_for(preview, sources)
-        question = Question(
-            tool.name, preview.risk, preview.subject, preview.detail, preview.concern, preview.reason, grant,
-            tuple(sources),
-        )  # fmt: skip
-        answer = await self.ask(question)
+        command = None
+        while True:
+            grant = self.grant_for(preview, sources)
+            question = Question(
+                tool.name, preview.risk, preview.subject, preview.detail, preview.concern, preview.reason, grant,
+                tuple(sources),
+            )  # fmt: skip
+            answer = await self.ask(question)
+            if not (answer.choice == "edit" and question.can_edit and answer.text.strip()):
+                break
+            command = answer.text  # asked for again: what was edited was not yet agreed to
+            preview = dataclasses.replace(preview, subject=command, detail=command, reason="")
         if answer.choice == "always" and grant:
             self.grants.append(grant)
-        if answer.choice == "edit" and preview.risk == "exec" and answer.text.strip():
-            return Decision(True, command=answer.text)
         if answer.choice in ("yes", "always"):
-            return ALLOWED
+            return Decision(True, command=command)
         return Decision(False, f"the user said no{f': {answer.text}' if answer.text.strip() else ''}")
 
 

@@ -231,12 +231,33 @@ def test_a_no_with_a_reason_reaches_the_model(asked: Any, workspace: Path) -> No
     conversation.close()
 
 
-def test_an_edited_command_is_run_and_told_to_the_model(asked: Any, workspace: Path) -> None:
-    conversation, _ = asked([call("run_shell_command", command="touch a"), text("ok")], agent.Answer("edit", "touch b"))
+def test_an_edited_command_is_asked_for_again_then_run_and_told_to_the_model(asked: Any, workspace: Path) -> None:
+    """Enter ends the editing, and Enter never says yes."""
+    edit, yes = agent.Answer("edit", "touch b"), agent.Answer("yes")
+    conversation, person = asked([call("run_shell_command", command="touch a", reason="why"), text("ok")], edit, yes)
     conversation.send("go")
+    assert [(question.detail, question.reason) for question in person.questions] == [
+        ("touch a", "why"),
+        ("touch b", ""),
+    ]
+    assert "touch b" in person.questions[1].grant
     (end,) = conversation.of(agent.ToolEnd)
     assert end.result.content.startswith("[the user changed the command to: touch b]\n")
     assert sorted(os.listdir(workspace)) == ["b"]
+    conversation.close()
+
+
+def test_an_edited_command_can_be_refused_or_allowed_for_good(asked: Any, workspace: Path) -> None:
+    touch = call("run_shell_command", command="touch a")
+    edit, no, always = agent.Answer("edit", "touch b"), agent.Answer("no"), agent.Answer("always")
+    conversation, _ = asked([touch, text("ok"), touch, text("ok")], edit, no, edit, always)
+    conversation.send("go")
+    assert os.listdir(workspace) == []
+    conversation.send("go")
+    assert os.listdir(workspace) == ["b"]
+    assert [("touch b" in grant, "touch a" in grant) for grant in conversation.runtime.approvals.grants] == [
+        (True, False)
+    ]
     conversation.close()
 
 
