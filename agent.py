@@ -10201,12 +10201,16 @@ class Editor:
             multiline=True, history=self._history, completer=completer,
             complete_while_typing=Condition(self._completes),
         )  # fmt: skip
-        self.buffer.on_text_changed += self._edited
+        self.buffer.on_text_changed += self.note_key
 
     @property
     def text(self) -> str:
         """What stands in the line."""
         return self.buffer.text
+
+    def note_key(self, buffer: Buffer) -> None:
+        """Something was typed, here or into a search: for a moment no key answers a question."""
+        self.last_edit = time.monotonic()
 
     def set(self, text: str) -> None:
         """Replace the line's text; the cursor goes to its end."""
@@ -10248,9 +10252,6 @@ class Editor:
         if text.strip() and (self._history.get_strings() or [""])[-1] != text:
             with contextlib.suppress(OSError):
                 self._history.append_string(text)
-
-    def _edited(self, buffer: Buffer) -> None:
-        self.last_edit = time.monotonic()
 
     def _completes(self) -> bool:
         word = self.buffer.document.get_word_before_cursor(WORD=True)
@@ -10728,6 +10729,7 @@ class Repl:
             return [("class:prompt", self.painter.glyphs("› ") if line == wrapped == 0 else "  ")]
 
         search = SearchToolbar()
+        search.control.buffer.on_text_changed += self.editor.note_key
         control = BufferControl(
             self.editor.buffer, search_buffer_control=search.control, preview_search=True,
             input_processors=[HighlightIncrementalSearchProcessor()],
@@ -10784,7 +10786,7 @@ class Repl:
         if asking is None:
             return []
         if asking.writing:
-            text = "why not? Enter says so" if asking.writing == "r" else "edit it; Enter runs it"
+            text = "why not? Enter says so" if asking.writing == "r" else "edit it; Enter asks again"
             text += ", Esc goes back"
         elif self.editor.text and not asking.armed:
             text = "Tab, then a key answers (your text is kept)"
@@ -10905,7 +10907,7 @@ class Repl:
             keys.add(*sequence, filter=when)(handler)
         for key in "ynrae":
             choice = Condition(functools.partial(self._may_answer, key))
-            keys.add(key, filter=choice, eager=True)(self._on_answer)
+            keys.add(key, filter=choice & in_line, eager=True)(self._on_answer)
         return keys
 
     def _set_key_timeout(self, processor: KeyProcessor) -> None:

@@ -285,6 +285,29 @@ def test_a_burst_of_keys_never_approves_even_when_the_question_is_ready(
     assert not (workspace / "yes").exists()
 
 
+def test_what_is_searched_for_in_the_history_answers_nothing(server: Serve, workspace: Path) -> None:
+    fake = server(ask_for("touch yes"), text("Done."))
+
+    async def play(stage: Stage) -> None:
+        stage.keys("go\r")
+        asking = await stage.asked()
+        stage.keys("\x12")
+        await stage.shows("I-search backward")
+        stage.keys("y")
+        await stage.shows("I-search backward: y")
+        ended = time.monotonic() + 3 * agent.Asking.ALONE_S
+        await stage.until(lambda: time.monotonic() > ended)
+        stage.keys("x\x07")
+        await stage.until(lambda: "I-search" not in stage.paper.text())
+        assert not asking.armed, "something was typed a moment ago"
+        assert not asking.answer.done()
+        stage.keys("\x03")
+        await stage.idle()
+
+    play_on_stage(play, fake.base_url, workspace, approve="ask")
+    assert not (workspace / "yes").exists()
+
+
 def test_a_draft_is_kept_while_a_question_is_answered(server: Serve, workspace: Path) -> None:
     fake = server(slow("I will ask you. "), text("Done."))
     fake.script[0] = but(calls(ask_for("touch yes"), text="I will ask you now. "), delay=0.05)
