@@ -71,8 +71,8 @@ def test_everything_in_one_file_is_no_renaming(workspace: Path) -> None:
     assert runner.judge(ALL["rename"], workspace, "") == "prices.py does not define total_price and calculate_tax"
 
 
-def test_there_are_twelve_and_ten_and_the_readme_names_each() -> None:
-    assert (len(CASES), len(HELD_OUT), len(ALL)) == (12, 10, 22)
+def test_there_are_thirty_two_and_ten_and_the_readme_names_each() -> None:
+    assert (len(CASES), len(HELD_OUT), len(ALL)) == (32, 10, 42)
     readme = (TASKS / "README.md").read_text()
     assert [name for name in ALL if f"| `{name}` |" not in readme] == []
 
