@@ -8994,6 +8994,8 @@ class MarkdownStream:
 # Sinks that show events: the terminal, JSON lines, plain text. They decide nothing.
 
 FOLDED_DIFF, FOLDED_OUTPUT, FOLDED_ERROR, FOLDED_PROMPT = 16, 3, 8, 12  # lines that are shown of each
+FOLDED_OWN = 40  # of the output of a command of the user
+RAN_MYSELF = "I ran this command myself:\n$ "  # how the model is told of it
 KEPT_OUTPUT = 8_000  # characters of a running tool's output that the preview can show
 KEPT_FOLDED = 50  # folded things that can be shown whole
 
@@ -9211,7 +9213,7 @@ class TerminalRenderer:
             self.flush()
         elif message["role"] == "user" and text.startswith(FEEDBACK):
             self.note(one_line(f"told the model: {text.removeprefix(FEEDBACK)}", 300), "dim")
-        elif message["role"] == "user":
+        elif message["role"] == "user" and not text.startswith(RAN_MYSELF):  # that was shown when it ran
             self.flush()
             self.prompt(typed_part(message))
 
@@ -9247,7 +9249,8 @@ class TerminalRenderer:
         elif result.display:
             self._print_diff(f"{verb} {subject}", subject, result.display)
         elif call.name != "write_to_file" or result.is_error:
-            self._print_output(f"{verb} {subject}", lines, FOLDED_ERROR if result.is_error else FOLDED_OUTPUT)
+            room = FOLDED_ERROR if result.is_error else FOLDED_OUTPUT if call.id else FOLDED_OWN
+            self._print_output(f"{verb} {subject}", lines, room)
 
     def _print_diff(self, title: str, path: str, text: str) -> None:
         lines = text.split("\n")
@@ -9537,7 +9540,7 @@ async def compact_command(runtime: Runtime, rest: str) -> str:
             async for event in compacting:
                 runtime.emit(event)
     except (ProviderError, Interrupted) as exc:
-        return f"not compacted: {exc or 'interrupted'}"
+        return f"not compacted: {str(exc) or 'interrupted'}"
     return ""
 
 
@@ -10269,7 +10272,6 @@ SPINNER, ASCII_SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏", "|/-\\"
 TAIL_ROWS, QUEUE_ROWS = 10, 3
 TYPED_AT_ONCE = 16  # more characters than that after an Enter, in one read, were pasted and not typed ahead
 QUIET_S = 8  # after so long without a sign of life the status line says so
-RAN = "I ran this command myself:\n$ {command}\n{output}"
 
 
 @contextlib.contextmanager
@@ -10336,10 +10338,12 @@ def message_with_files(workspace: Workspace, text: str) -> Message:
 class Conversation:
     """Has the user's lines worked off one after the other: prompts, slash commands, shell commands."""
 
-    def __init__(self, runtime: Runtime, say: Callable[[str, str], None]) -> None:
+    def __init__(self, runtime: Runtime, say: Callable[[str, str], None], show: Sink) -> None:
         self.runtime = runtime
         self.agent = runtime.agent
         self.say = say
+        self.show = show
+        """Shows a command of the user, which is told like a tool call."""
         self.work: asyncio.Task[None] | None = None
         self.hand_over: Callable[[Callable[[], object]], Awaitable[object]] = asyncio.to_thread
         """Runs a function while it, and not the REPL, has the terminal."""
@@ -10426,11 +10430,15 @@ class Conversation:
             await self.hand_over(lambda: subprocess.call(argv, cwd=config.workspace, env=config.user_environment))
         else:
             self.agent.interrupt.clear()
-            job = self.agent.context.jobs.start(command, lambda text: None, network=True, unsandboxed=True)
+            call = ToolCall("", "run_shell_command", json.dumps({"command": command}))
+            self.show(ToolStart(call))
+            job = self.agent.context.jobs.start(
+                command, lambda text: self.show(ToolOutput(call, text)), network=True, unsandboxed=True
+            )
             await job.run(MAX_TIMEOUT_S, self.agent.interrupt)
             output = f"{clean(job.output.text()).rstrip()}\n[{job.how}]".lstrip()
-            self.say(output, "dim")
-            self.runtime.emit(self.agent.add_context(RAN.format(command=command, output=clip(output))))
+            self.show(ToolEnd(call, ToolResult(output)))
+            self.runtime.emit(self.agent.add_context(f"{RAN_MYSELF}{command}\n{clip(output)}"))
 
 
 class Asking:
@@ -10630,7 +10638,7 @@ class Repl:
         self.asking: Asking | None = None
         self.painter = Painter(80, config.colour, ascii_only)
         self.renderer = TerminalRenderer(self.painter, lambda text: self.screen.commit(text))
-        self.conversation = Conversation(runtime, self.renderer.note)
+        self.conversation = Conversation(runtime, self.renderer.note, self.renderer)
         self.toolbar = Toolbar(runtime)
         history = config.state_dir / "history"
         history.touch(mode=0o600)
@@ -11021,7 +11029,7 @@ class PlainRepl:
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
-        self.conversation = Conversation(runtime, lambda text, style: print(clean(text), flush=True))
+        self.conversation = Conversation(runtime, lambda text, style: print(clean(text), flush=True), self._show)
 
     async def run(self, notes: Sequence[str]) -> int:
         """Converse until the user leaves; returns the exit status."""
@@ -11046,6 +11054,11 @@ class PlainRepl:
                     await self.conversation.work
         print(f"Continue with: {command_to_return(runtime.config)}")
         return 0
+
+    def _show(self, event: Event) -> None:
+        """Print the output of a command of the user."""
+        if isinstance(event, ToolEnd):
+            print(clean(event.result.content), flush=True)
 
     async def _ask(self, question: Question) -> Answer:
         """Put an approval question; Enter alone is no, and words that are no answer are the reason for a no."""

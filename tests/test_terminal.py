@@ -549,6 +549,45 @@ def test_a_command_of_the_user_runs_and_reaches_the_model(server: Serve, workspa
     assert content.endswith("what happened?")
 
 
+def test_a_running_command_of_the_user_is_seen_and_its_output_stands_there_once(server: Serve, workspace: Path) -> None:
+    async def play(stage: Stage) -> None:
+        stage.keys("!seq 101 250; while [ ! -e gate ]; do sleep 0.02; done; echo at the end\r")
+        await stage.until(lambda: "\n    250\n" in stage.paper.text())
+        assert "• $ seq 101 250" in stage.paper.text()
+        assert "waiting for the model" not in stage.paper.text()
+        (workspace / "gate").touch()
+        await stage.shows("at the end")
+        await stage.idle()
+        shown = stage.paper.all_text()
+        assert shown.count("    at the end\n") == 1 and shown.count("    250\n") == 1, "it stands there once"
+        assert "    101\n" not in shown and "more lines (/show)" in shown
+        stage.keys("/show\r")
+        await stage.until(lambda: "  101\n" in stage.paper.all_text())
+        stage.keys("!yes\r")
+        await stage.shows("$ yes")
+        stage.keys("\x03")
+        await stage.shows("interrupted")
+        await stage.idle()
+
+    play_on_stage(play, server().base_url, workspace)
+
+
+def test_an_interrupted_compaction_says_so(server: Serve, workspace: Path) -> None:
+    fake = server(*[text("word " * 50)] * 4, slow("A summary that does not end. " * 100, delay=0.05))
+
+    async def play(stage: Stage) -> None:
+        for n in range(4):
+            stage.keys(f"go {n}\r")
+            await stage.until(lambda: len(fake.requests) == n + 1)  # noqa: B023
+            await stage.idle()
+        stage.keys("/compact\r")
+        await stage.until(lambda: len(fake.requests) == 5)
+        stage.keys("\x03")
+        await stage.shows("not compacted: interrupted")
+
+    play_on_stage(play, fake.base_url, workspace)
+
+
 # --- What is written -------------------------------------------------------------------------------
 
 
