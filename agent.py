@@ -9308,10 +9308,24 @@ class TerminalRenderer:
         return [[Segment(indent + line, Style(dim=True))] for line in wrapped[-rows:]]
 
 
+def print_answer(text: str) -> None:
+    """Print to standard output. Raises AgentError when it cannot be written: it is what the run is for."""
+    try:
+        print(text, flush=True)
+    except OSError as exc:
+        raise AgentError(f"the output cannot be written: {exc.strerror}. The session has it.") from None
+
+
+def print_aside(text: str) -> None:
+    """Print to standard error, where that can be written."""
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
+
+
 def print_json(event: Event) -> None:
     """Print an event as one JSON line."""
     if line := event_to_json(event):
-        print(json.dumps(line), flush=True)
+        print_answer(json.dumps(line))
 
 
 class PlainRenderer:
@@ -9323,7 +9337,7 @@ class PlainRenderer:
             case MessageAdded(message) if message["role"] == "assistant":
                 text = clean(message_text(message))
                 if text.strip():
-                    print(text, file=sys.stderr if message_calls(message) else sys.stdout, flush=True)
+                    (print_aside if message_calls(message) else print_answer)(text)
             case SessionStart(id, workspace, _, resumed):
                 self._say(f"{'continuing' if resumed else 'new'} session {id} in {workspace}")
             case ToolStart(call):
@@ -9337,7 +9351,7 @@ class PlainRenderer:
                 self._say(text)
 
     def _say(self, text: str) -> None:
-        print(clean(text), file=sys.stderr, flush=True)
+        print_aside(clean(text))
 
 
 # --- Slash commands -------------------------------------------------------------------------------
@@ -11107,7 +11121,7 @@ EXIT_USAGE, EXIT_TRY_LATER = 2, 75
 async def _refuse(question: Question) -> Answer:
     """The answer where nobody can be asked; said on stderr."""
     why = question.concern or f"the approval mode asks before it may {question.risk}"
-    print(f"agent: refused: {question.tool} ({why}): {escape(question.subject, keep='')}", file=sys.stderr, flush=True)
+    print_aside(f"agent: refused: {question.tool} ({why}): {escape(question.subject, keep='')}")
     return Answer("no", f"nobody can be asked in this run ({why}); do without, or tell the user to use --approve all")
 
 
@@ -11994,7 +12008,7 @@ def replay_log(config: Config, options: argparse.Namespace) -> int:
     log = Path(options.replay).expanduser()
     runtime, recording, notes = build_replay(config, log, options.dry, options.start_dir is None)
     for note in notes:
-        print(clean(note), file=sys.stderr)
+        print_aside(clean(note))
 
     async def front() -> int:
         try:
@@ -12089,12 +12103,28 @@ def main(
         status, text = 130, "interrupted"
     finally:
         early.end()
-    print(f"agent: {clean(text)}", file=sys.stderr)
+    print_aside(f"agent: {clean(text)}")
     return status
+
+
+def open_closed_streams() -> None:
+    """Put /dev/null where a standard stream is closed.
+
+    The next file that is opened would get its number, and whoever prints there would write into it.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            null = os.open(os.devnull, os.O_RDWR)
+            if null != number:
+                os.dup2(null, number)
+                os.close(null)
+            os.set_inheritable(number, True)
+            setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115
 
 
 def program() -> None:
     """Run `main`, then end at once: all is closed, and the interpreter's own clean-up takes a tenth of a second."""
+    open_closed_streams()
     status = main(early=_early_prompt)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):

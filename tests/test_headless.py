@@ -178,3 +178,39 @@ def test_escape_codes_of_the_model_do_not_reach_the_terminal(server: Serve, head
     finished = headless(fake, "-p", "go")
     assert finished.stdout == "cleared\n"
     assert "\x1b" not in finished.stderr
+
+
+def shell_run(fake: FakeServer, workspace: Path, redirected: str) -> subprocess.CompletedProcess[str]:
+    """One prompt by a shell line, with these redirections behind it."""
+    line = f'"$0" "$1" --start_dir "$2" -p go {redirected}'
+    argv = ["bash", "-c", line, sys.executable, str(AGENT), str(workspace)]
+    environ = {**os.environ, **fake.env}
+    return subprocess.run(argv, env=environ, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=60)
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_closed_stream_is_no_reason_to_fail(server: Serve, workspace: Path, closed: str) -> None:
+    """Nor may the next file that is opened get its number: what a command prints would go there."""
+    noise = "echo to stdout; echo to stderr >&2"
+    fake = server(call("run_shell_command", command=noise), call("list_files"), text("Done."))
+    finished = shell_run(fake, workspace, f"--approve all {closed}")
+    assert (finished.returncode, len(fake.requests), "Traceback" in finished.stderr) == (0, 3, False)
+    logs = list(Path(os.environ["XDG_STATE_HOME"]).rglob("*.jsonl"))
+    assert logs and all(isinstance(json.loads(line), dict) for log in logs for line in log.read_text().splitlines())
+
+
+@pytest.mark.parametrize("options", ["", "--json"])
+@pytest.mark.parametrize(("sink", "why"), [(">/dev/full", "No space left"), ("| true", "Broken pipe")])
+def test_output_that_cannot_be_written_is_one_line(
+    server: Serve, workspace: Path, options: str, sink: str, why: str
+) -> None:
+    fake = server(call("run_shell_command", command="sleep 0.3"), text("The answer."))
+    finished = shell_run(fake, workspace, f'--approve all {options} {sink}; [ "${{PIPESTATUS[0]}}" = 1 ]')
+    (line,) = [line for line in finished.stderr.splitlines() if line.startswith("agent: the output")]
+    assert why in line and "Traceback" not in finished.stderr
+    assert finished.returncode == 0, "its status was 1"
+
+
+def test_messages_that_cannot_be_written_do_not_cost_the_answer(server: Serve, workspace: Path) -> None:
+    finished = shell_run(server(text("The answer.")), workspace, "2>/dev/full")
+    assert finished.returncode == 0 and "The answer." in finished.stdout
